@@ -1,0 +1,99 @@
+"""A placement: which ranks hold a replica of which expert.
+
+This is the one place that converts logical expert ids (0 .. E-1, what the gate speaks) to physical ones
+(rank, slot) and back. As a hypergraph (FineMoE, section 5): ranks are vertices, an expert is the hyperedge of the ranks
+that hold it. The replicas of an expert are numbered in the order in which its ranks are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Replica sets of all experts.
+
+    Attributes:
+        ranks_of_expert: for each logical expert the ranks that hold it, in replica order.
+        num_ranks: P.
+
+    Raises:
+        ValueError: an expert without replica, a rank twice in one expert's set (two copies on one GPU serve no
+            purpose), or a rank outside [0, num_ranks); the message names the expert.
+    """
+
+    ranks_of_expert: tuple[tuple[int, ...], ...]
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks is {self.num_ranks}, expected at least 1")
+        if not self.ranks_of_expert:
+            raise ValueError("a placement needs at least one expert")
+        for expert, ranks in enumerate(self.ranks_of_expert):
+            if not ranks:
+                raise ValueError(f"expert {expert} has no replica; every expert needs at least one rank")
+            if len(set(ranks)) != len(ranks):
+                raise ValueError(f"expert {expert} is placed twice on one rank: {list(ranks)}; ranks must be distinct")
+            for rank in ranks:
+                if not 0 <= rank < self.num_ranks:
+                    raise ValueError(f"expert {expert} is placed on rank {rank}, expected 0 to {self.num_ranks - 1}")
+
+    @classmethod
+    def from_replicas(cls, ranks_of_expert: Sequence[Sequence[int]], num_ranks: int) -> Placement:
+        """Placement from the list of ranks of each expert, in replica order."""
+        return cls(tuple(tuple(int(r) for r in ranks) for ranks in ranks_of_expert), num_ranks)
+
+    @classmethod
+    def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
+        """Plain expert parallelism: one replica each, experts in blocks; the first E mod P ranks hold one more."""
+        base, extra = divmod(num_experts, num_ranks)
+        owners = [rank for rank in range(num_ranks) for _ in range(base + (rank < extra))]
+        return cls(tuple((rank,) for rank in owners), num_ranks)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.ranks_of_expert)
+
+    @property
+    def max_replicas(self) -> int:
+        """Largest replica count of any expert."""
+        return max(len(ranks) for ranks in self.ranks_of_expert)
+
+    @cached_property
+    def experts_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the logical experts that it holds, ascending; the position is the slot."""
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for expert, ranks in enumerate(self.ranks_of_expert):
+            for rank in ranks:
+                held[rank].append(expert)
+        return tuple(tuple(experts) for experts in held)
+
+    @property
+    def slots(self) -> int:
+        """X: expert slots of the fullest rank; others leave their last slots empty."""
+        return max(len(experts) for experts in self.experts_of_rank)
+
+    @cached_property
+    def slot_ED(self) -> np.ndarray:
+        """Slot of replica j of expert e on its rank, int64 [E, max_replicas]; -1 where there is no such replica."""
+        slot_of = [{expert: x for x, expert in enumerate(experts)} for experts in self.experts_of_rank]
+        table = np.full((self.num_experts, self.max_replicas), -1, dtype=np.int64)
+        for expert, ranks in enumerate(self.ranks_of_expert):
+            for replica, rank in enumerate(ranks):
+                table[expert, replica] = slot_of[rank][expert]
+        return table
+
+    @cached_property
+    def rank_ED(self) -> np.ndarray:
+        """Rank of replica j of expert e, int64 [E, max_replicas]; -1 where there is no such replica."""
+        table = np.full((self.num_experts, self.max_replicas), -1, dtype=np.int64)
+        for expert, ranks in enumerate(self.ranks_of_expert):
+            table[expert, : len(ranks)] = ranks
+        return table
