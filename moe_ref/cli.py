@@ -1,0 +1,93 @@
+"""The command line: `moe-ref`, also `python -m moe_ref`.
+
+Commands live beside what they drive and are registered here; other distributions add theirs through the entry-point
+group `moe_ref.commands` (each entry is a function that takes the Typer app). Exit codes: 0 done, 1 a check or comparison
+failed, 2 wrong use or missing environment. No Python exception escapes as a traceback unless --debug is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.metadata import entry_points
+
+import typer
+from rich.markup import escape
+
+from moe_ref._version import __version__
+from moe_ref.console import err
+from moe_ref.errors import CheckFailed
+
+app = typer.Typer(
+    name="moe-ref",
+    help="A distributed Mixture-of-Experts layer: run it, compare backends, balance it, look inside.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Modules with a `register(app)` of their own, in the order in which `moe-ref --help` lists their commands.
+_COMMAND_MODULES = (
+    "moe_ref.commands",
+    "moe_ref.runtime.commands",
+    "moe_ref.balance.commands",
+    "moe_ref.train.commands",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"moe-ref {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show the Python traceback of an error."),
+) -> None:
+    """Options that belong to every command."""
+
+
+def _register() -> None:
+    for name in _COMMAND_MODULES:
+        importlib.import_module(name).register(app)
+    for entry in entry_points(group="moe_ref.commands"):
+        try:
+            entry.load()(app)
+        except ImportError as error:
+            err.print(f"[yellow]note:[/] commands of {escape(entry.value)} are not available: {escape(str(error))}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; always ends in SystemExit with the documented code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # --debug is taken anywhere on the line, since people add it at the end of a command that just failed.
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    _register()
+    try:
+        app(arguments, prog_name="moe-ref", standalone_mode=True)
+    except CheckFailed as error:
+        _fail(error, 1, debug)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        _fail(error, 2, debug)
+    except BrokenPipeError:
+        # The reader of our output went away (`moe-ref ... | head`); nothing is left to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        raise SystemExit(130) from None
+    except Exception as error:
+        _fail(error, 1, debug)
+
+
+def _fail(error: Exception, code: int, debug: bool) -> None:
+    if debug:
+        raise error
+    text = " ".join(str(error).split()) or type(error).__name__
+    err.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+    raise SystemExit(code) from None
