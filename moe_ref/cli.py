@@ -1,8 +1,9 @@
 """The command line: `moe-ref`, also `python -m moe_ref`.
 
 Commands live beside what they drive and are registered here; other distributions add theirs through the entry-point
-group `moe_ref.commands` (each entry is a function that takes the Typer app). Exit codes: 0 done, 1 a check or comparison
-failed, 2 wrong use or missing environment. No Python exception escapes as a traceback unless --debug is given.
+group `moe_ref.commands` (each entry is a function that takes the Typer app). Exit codes: 0 done, 1 a check or
+comparison failed, 2 wrong use or missing environment. No Python exception escapes as a traceback unless --debug is
+given.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def main(argv: list[str] | None = None) -> None:
         app(arguments, prog_name="moe-ref", standalone_mode=True)
     except CheckFailed as error:
         _fail(error, 1, debug)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        _fail(error, 2, debug)
     except BrokenPipeError:
         # The reader of our output went away (`moe-ref ... | head`); nothing is left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        _fail(error, 2, debug)
     except KeyboardInterrupt:
         err.print("interrupted")
         raise SystemExit(130) from None

@@ -118,7 +118,9 @@ class MoEConfig:
             raise ValueError(f"top_k is {self.top_k}, expected at most experts = {self.experts}")
         if self.experts % self.num_groups:
             legal = [g for g in range(1, self.experts + 1) if self.experts % g == 0]
-            raise ValueError(f"num_groups is {self.num_groups}, expected a divisor of experts = {self.experts}: {legal}")
+            raise ValueError(
+                f"num_groups is {self.num_groups}, expected a divisor of experts = {self.experts}: {legal}"
+            )
         if self.top_groups > self.num_groups:
             raise ValueError(f"top_groups is {self.top_groups}, expected at most num_groups = {self.num_groups}")
         if self.top_k > self.top_groups * (self.experts // self.num_groups):
@@ -134,9 +136,7 @@ class MoEConfig:
             raise ValueError("interleaved orders the rows of gate_up_proj; it needs gated=True")
         if self.shared_gate and not self.shared_intermediate:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate to its width")
-        if self.capacity_factor is not None and not (
-            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
-        ):
+        if self.capacity_factor is not None and not (math.isfinite(self.capacity_factor) and self.capacity_factor > 0):
             raise ValueError(
                 f"capacity_factor is {self.capacity_factor}, expected a positive number, or None for dropless"
             )

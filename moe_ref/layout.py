@@ -15,8 +15,8 @@ The functions at the top take Python ints *or* traced integers of the kernel's D
 comparison-free arithmetic: the megakernel traces these very functions, so an offset can't differ between the two.
 Operands are never negative (the DSL's // and % disagree there).
 
-Letters: S tokens of a rank, H hidden, E experts (logical), K choices per token, P ranks, X local expert slots of a rank,
-C capacity, R rounds (0 dispatch, 1 combine), B staging side, N routed rows, T tile rows.
+Letters: S tokens of a rank, H hidden, E experts (logical), K choices per token, P ranks, X local expert slots of a
+rank, C capacity, R rounds (0 dispatch, 1 combine), B staging side, N routed rows, T tile rows.
 """
 
 from __future__ import annotations
