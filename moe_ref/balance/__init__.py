@@ -1,5 +1,8 @@
 """Token scheduling over expert replicas (FineMoE, sections 3 and 4)."""
 
+from moe_ref.balance.checks import SolverError
+from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.plan import Plan
+from moe_ref.balance.schedule import replica_loads, schedule
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "ReplicaLoads", "SolverError", "replica_loads", "schedule"]

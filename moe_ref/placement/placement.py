@@ -75,6 +75,20 @@ class Placement:
                 held[rank].append(expert)
         return tuple(tuple(experts) for experts in held)
 
+    @cached_property
+    def replicas_of_rank(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank its (logical expert, replica) pairs, by expert: the edges of the hypergraph at this vertex."""
+        held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        for expert, ranks in enumerate(self.ranks_of_expert):
+            for replica, rank in enumerate(ranks):
+                held[rank].append((expert, replica))
+        return tuple(tuple(replicas) for replicas in held)
+
+    @cached_property
+    def replica_counts(self) -> np.ndarray:
+        """Number of replicas of each expert, int64 [E]."""
+        return np.array([len(ranks) for ranks in self.ranks_of_expert], dtype=np.int64)
+
     @property
     def slots(self) -> int:
         """X: expert slots of the fullest rank; others leave their last slots empty."""

@@ -1,0 +1,176 @@
+"""Perfect balance per micro-batch by moving tokens between replicas: exact, in whole tokens, in plain Python.
+
+The problem (FineMoE, section 4.1): x[e, j] rows of expert e are computed by its replica j. Minimise the load of the
+busiest rank, subject to sum over j of x[e, j] = load[e] and x >= 0.
+
+The method: take any division of the loads and a target t, at first the mean rounded up. Ranks above t have rows to give
+away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from a rank
+above t to one below it is a chain of such moves: push as many rows along it as its narrowest part allows, and repeat.
+
+If no path is left, look at the set S of ranks that were reached. Every expert with rows in S has *all* its replicas in
+S, or the search had gone on. These rows are trapped: they must be computed by the |S| ranks of S whatever anyone plans,
+so the busiest of them computes at least ceil(load(S) / |S|). That is the new target, and S is the proof: its
+*certificate*. The loop ends at exactly the largest such bound, the maximum density of an induced subgraph
+(section 5): the theorem of the paper, run as a program.
+
+What it computes is a pure function of its arguments: integers only, ties by id, nothing remembered from the last call.
+Every rank runs it alone and gets the same plan. The compiled twin in `flow_compiled` takes the same steps in the same
+order and gives the same answer.
+
+Letters: E experts, P ranks, D replicas of an expert (at most).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_ref.layout import ceil_div
+from moe_ref.placement.placement import Placement
+
+
+@dataclass(frozen=True)
+class ReplicaLoads:
+    """How the load of each expert is divided between its replicas.
+
+    Attributes:
+        rows_ED: rows of replica j of expert e, int64 [E, D]; 0 where there is no such replica.
+        max_load: rows of the busiest rank.
+        certificate: the ranks whose trapped load proves that `max_load` is optimal; all ranks if it is the mean.
+    """
+
+    rows_ED: np.ndarray
+    max_load: int
+    certificate: frozenset[int]
+
+
+def fill_evenly(amount: int, ranks: Sequence[int], load: list[int]) -> list[int]:
+    """Pour `amount` rows over `ranks` so that the lowest loads rise together; `load` is updated in place.
+
+    Returns the rows for each of `ranks`. A remainder goes to the lower loads, ties to the earlier rank of the list.
+
+    >>> fill_evenly(7, [0, 1, 2], [5, 1, 2])
+    [0, 4, 3]
+    """
+    if len(ranks) == 1:
+        load[ranks[0]] += amount
+        return [amount]
+    if len(ranks) == 2:
+        a, b = ranks
+        # The rows that end on a lift it to half of the common level, within [0, amount].
+        to_a = min(max((load[b] - load[a] + amount + (load[a] <= load[b])) // 2, 0), amount)
+        load[a] += to_a
+        load[b] += amount - to_a
+        return [to_a, amount - to_a]
+    order = sorted(range(len(ranks)), key=lambda j: (load[ranks[j]], j))
+    # The `width` lowest ranks share the rows: widen while the next rank still lies below their common level.
+    width, below = 1, load[ranks[order[0]]]
+    while width < len(ranks) and (next_load := load[ranks[order[width]]]) * width - below < amount:
+        below += next_load
+        width += 1
+    level, extra = divmod(below + amount, width)
+    parts = [0] * len(ranks)
+    for position, j in enumerate(order[:width]):
+        parts[j] = level + (position < extra) - load[ranks[j]]
+        load[ranks[j]] += parts[j]
+    return parts
+
+
+def divide(load_E: Sequence[int], placement: Placement, local_ED: Sequence[Sequence[int]]) -> list[list[int]]:
+    """A first division: rows on their own rank stay there, the rest of each expert is poured over its replicas.
+
+    Args:
+        load_E: rows of each expert.
+        placement: replica sets.
+        local_ED: rows of expert e that start on the rank of its replica j; all zero to ignore locality.
+    """
+    rank_load = [0] * placement.num_ranks
+    rows = []
+    for expert, ranks in enumerate(placement.ranks_of_expert):
+        local = list(local_ED[expert][: len(ranks)])
+        for rank, amount in zip(ranks, local, strict=True):
+            rank_load[rank] += amount
+        rows.append(local)
+    for expert, ranks in enumerate(placement.ranks_of_expert):
+        rest = load_E[expert] - sum(rows[expert])
+        if rest:
+            poured = fill_evenly(rest, ranks, rank_load)
+            rows[expert] = [a + b for a, b in zip(rows[expert], poured, strict=True)]
+    return rows
+
+
+def level(rows: list[list[int]], placement: Placement, target: int) -> tuple[int, list[int] | None]:
+    """Move rows between replicas until no rank is above the smallest possible target.
+
+    Args:
+        rows: rows[e][j] of replica j of expert e; changed in place.
+        placement: replica sets.
+        target: largest load that is allowed; raised where a certificate shows that it can't be kept.
+
+    Returns:
+        The target that was reached, and the certificate of its last raise (None if it was never raised).
+    """
+    ranks_of, held = placement.ranks_of_expert, placement.replicas_of_rank
+    load = [sum(rows[e][j] for e, j in replicas) for replicas in held]
+    certificate = None
+    while True:
+        sources = [rank for rank, amount in enumerate(load) if amount > target]
+        if not sources:
+            return target, certificate
+        # Breadth-first search from all of them at once; came[v] = (rank before v, expert, replica there, replica here).
+        came: list[tuple[int, int, int, int] | None] = [None] * len(load)
+        reached = list(sources)
+        seen = [amount > target for amount in load]
+        sink = -1
+        for u in reached:
+            for expert, j in held[u]:
+                if rows[expert][j]:
+                    for i, v in enumerate(ranks_of[expert]):
+                        if not seen[v]:
+                            seen[v] = True
+                            came[v] = (u, expert, j, i)
+                            reached.append(v)
+                            if load[v] < target:
+                                sink = v
+                                break
+                    if sink >= 0:
+                        break
+            if sink >= 0:
+                break
+        if sink < 0:
+            # Nothing leaves the reached set: what is in it is trapped in it.
+            target = ceil_div(sum(load[rank] for rank in reached), len(reached))
+            certificate = sorted(reached)
+            continue
+        path, v = [], sink
+        while (step := came[v]) is not None:
+            path.append(step)
+            v = step[0]
+        amount = min(load[v] - target, target - load[sink], *(rows[e][j] for _, e, j, _ in path))
+        for _, expert, j, i in path:
+            rows[expert][j] -= amount
+            rows[expert][i] += amount
+        load[v] -= amount
+        load[sink] += amount
+
+
+def solve(load_E: np.ndarray, placement: Placement, local_ED: np.ndarray | None = None) -> ReplicaLoads:
+    """The optimal integer division of checked loads.
+
+    Args:
+        load_E: rows of each expert, int64 [E], non-negative.
+        placement: replica sets.
+        local_ED: rows of expert e that start on the rank of its replica j, int64 [E, D]. They stay where they are as
+            far as balance allows: the same maximum load, far fewer rows that travel.
+    """
+    if local_ED is None:
+        local_ED = np.zeros_like(placement.rank_ED)
+    rows = divide(load_E.tolist(), placement, local_ED.tolist())
+    mean = ceil_div(int(load_E.sum()), placement.num_ranks)
+    max_load, certificate = level(rows, placement, mean)
+    rows_ED = np.zeros_like(placement.rank_ED)
+    for expert, parts in enumerate(rows):
+        rows_ED[expert, : len(parts)] = parts
+    return ReplicaLoads(rows_ED, max_load, frozenset(range(placement.num_ranks) if certificate is None else certificate))

@@ -1,0 +1,60 @@
+"""From loads per replica to quotas per source rank: locality-aware routing (FineMoE, section 4.2, Algorithm 1).
+
+The division of the loads is given and is kept exactly. What is free is who serves whom: a rank's own rows fill its own
+replica first, then (with `ranks_per_node`) replicas of its node, and what remains goes wherever there is room, low source
+ranks to low replicas. Pure integer arithmetic on whole arrays; the compiled path has the same rule as a loop.
+
+Letters: P ranks, E experts, D replicas of an expert (at most).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_ref.placement.placement import Placement
+
+
+def local_rows(counts_PE: np.ndarray, placement: Placement) -> np.ndarray:
+    """Rows of expert e that start on the rank of its replica j, int64 [E, D]; 0 where there is no such replica."""
+    rank_ED = placement.rank_ED
+    rows_ED = counts_PE[rank_ED, np.arange(placement.num_experts)[:, None]]
+    return np.where(rank_ED >= 0, rows_ED, 0)
+
+
+def _fill_in_order(supply_PE: np.ndarray, room_ED: np.ndarray) -> np.ndarray:
+    """Rows of every (source, expert, replica) when sources, in order, fill the replicas, in order: int64 [P, E, D].
+
+    Line up the rows of an expert by source and its room by replica: the overlap of two intervals is what flows.
+    """
+    supply_end = np.cumsum(supply_PE, axis=0)[:, :, None]
+    room_end = np.cumsum(room_ED, axis=1)[None]
+    supply_start = supply_end - supply_PE[:, :, None]
+    room_start = room_end - room_ED[None]
+    return np.maximum(np.minimum(supply_end, room_end) - np.maximum(supply_start, room_start), 0)
+
+
+def route(
+    counts_PE: np.ndarray, rows_ED: np.ndarray, placement: Placement, ranks_per_node: int | None = None
+) -> np.ndarray:
+    """Quotas that keep every row and column sum: int64 [P, E, D].
+
+    Args:
+        counts_PE: rows of each source rank for each expert, int64.
+        rows_ED: rows that each replica computes, int64; its row sums are the column sums of counts_PE.
+        placement: replica sets.
+        ranks_per_node: consecutive ranks that share a node; if given, replicas on the own node come second.
+    """
+    rank_ED = placement.rank_ED
+    quota_PED = np.zeros((*counts_PE.shape, rank_ED.shape[1]), dtype=np.int64)
+    expert, replica = np.nonzero(rank_ED >= 0)
+    own = np.minimum(local_rows(counts_PE, placement), rows_ED)
+    quota_PED[rank_ED[expert, replica], expert, replica] = own[expert, replica]
+    if ranks_per_node is not None:
+        for first in range(0, placement.num_ranks, ranks_per_node):
+            node = slice(first, first + ranks_per_node)
+            supply_PE = counts_PE[node] - quota_PED[node].sum(axis=2)
+            on_node = (rank_ED >= first) & (rank_ED < first + ranks_per_node)
+            room_ED = np.where(on_node, rows_ED - quota_PED.sum(axis=0), 0)
+            quota_PED[node] += _fill_in_order(supply_PE, room_ED)
+    quota_PED += _fill_in_order(counts_PE - quota_PED.sum(axis=2), rows_ED - quota_PED.sum(axis=0))
+    return quota_PED
