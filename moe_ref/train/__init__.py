@@ -1,0 +1,1 @@
+"""Models and training on top of the layer."""
