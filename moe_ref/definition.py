@@ -51,6 +51,6 @@ def definition(
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
     """||value - exact||_F / ||exact||_F in float64; 0.0 where both are zero or empty."""
-    difference = float((value.double() - exact.double()).norm())
-    scale = float(exact.double().norm())
+    value, exact = value.detach().double(), exact.detach().double()
+    difference, scale = float((value - exact).norm()), float(exact.norm())
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))

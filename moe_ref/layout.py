@@ -68,6 +68,13 @@ def return_row(token, choice, top_k):
     return token * top_k + choice
 
 
+def _consecutive(start, rows) -> np.ndarray:
+    """start[i], start[i] + 1, ... (rows[i] numbers), one run after the other; int64."""
+    start_N, rows_N = np.asarray(start, dtype=np.int64).ravel(), np.asarray(rows, dtype=np.int64).ravel()
+    before_N = np.cumsum(rows_N) - rows_N
+    return np.repeat(start_N - before_N, rows_N) + np.arange(int(rows_N.sum()), dtype=np.int64)
+
+
 # --- the layouts as the reference uses them ------------------------------------------------------------------------
 
 
@@ -127,6 +134,11 @@ class CompactLayout:
             compact_row(self.tile_start_GX[rank, slot], self.rows_before_PGX[source, rank, slot], 0, self.tile_rows)
         )
 
+    def receive_rows(self, rank: int) -> np.ndarray:
+        """Heap row of every row that `rank` receives, in the order (source, slot, token); int64 [N]."""
+        start_PX = self.tile_start_GX[rank] * self.tile_rows + self.rows_before_PGX[:, rank]
+        return _consecutive(start_PX, self.quota_PGX[:, rank])
+
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
         """(slot, first heap row, rows) for every slot of `rank` that has rows."""
         start_X, rows_X = self.tile_start_GX[rank] * self.tile_rows, self.slot_rows_GX[rank]
@@ -179,6 +191,18 @@ class FixedLayout:
     def first_return_row(self, owner: int, slot: int) -> int:
         """Heap row on the home rank where `owner` puts back the first result of its `slot` (round 1)."""
         return fixed_row(owner, 1, self.side, slot, 0, self.slots, self.capacity)
+
+    def receive_rows(self, rank: int) -> np.ndarray:
+        """Heap row of every row that `rank` receives, in the order (source, slot, token); int64 [N]."""
+        source_P1, slot_X = np.arange(self.num_ranks)[:, None], np.arange(self.slots)
+        start_PX = fixed_row(source_P1, 0, self.side, slot_X, 0, self.slots, self.capacity)
+        return _consecutive(start_PX, self.quota_PGX[:, rank])
+
+    def home_rows(self, rank: int) -> np.ndarray:
+        """Heap row on home rank `rank` of every result that comes back, in the order (owner, slot, token); int64 [N]."""
+        owner_G1, slot_X = np.arange(self.num_ranks)[:, None], np.arange(self.slots)
+        start_GX = fixed_row(owner_G1, 1, self.side, slot_X, 0, self.slots, self.capacity)
+        return _consecutive(start_GX, self.quota_PGX[rank])
 
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
         """(slot, first heap row, rows): one segment per (slot, source) that has rows, slot-major."""

@@ -1,0 +1,383 @@
+"""MoELayer: a Mixture-of-Experts layer on P ranks with a backend switch.
+
+    layer = MoELayer(MoEConfig(hidden=512, intermediate=1024, experts=32, top_k=4), world=4)
+    y = layer(x)                                    # x [..., 512]; the 4 simulated ranks share the tokens evenly
+    ys = layer([x0, x1, x2, x3])                    # or each brings its own
+    y, stats = layer(x, return_stats=True)          # loads, drops, bytes, auxiliary losses
+    layer.backend = "fused"                         # the same layer in one kernel
+
+Parameters are named and shaped as in today's Hugging Face experts. In a simulated world they hold all E experts; in a
+real one (torch.distributed) each process holds the experts of its own slots, and a checkpoint of all of them can be
+loaded with `load_logical_state_dict`.
+
+Gradients: an expert's weight gradient is the sum over all ranks' tokens; router and shared-expert gradients are those of
+this process' tokens, to be averaged by data parallelism as for any dense parameter.
+
+Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, X local slots.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moe_ref import backends, balance, gate, pipeline
+from moe_ref.config import MoEConfig
+from moe_ref.errors import BackendUnavailable, UsageError
+from moe_ref.experts import ExpertWeights, gemm0, gemm1
+from moe_ref.gate import Routing
+from moe_ref.placement import Placement
+from moe_ref.world import SimulatedWorld, World
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What a forward did, over all ranks.
+
+    Attributes:
+        expert_load, expert_load_before_capacity: rows per logical expert, int64 [E].
+        rank_load: rows that each rank computed, int64 [P]; tokens_per_rank: S of each.
+        dropped: routes beyond capacity; bytes_local, bytes_remote: dispatched row bytes that stayed and that crossed.
+        balance_loss, z_loss: differentiable scalars over this process' tokens; None where routing was handed in.
+        record: plan, layout and the time of each stage.
+    """
+
+    expert_load: np.ndarray
+    expert_load_before_capacity: np.ndarray
+    rank_load: np.ndarray
+    tokens_per_rank: np.ndarray
+    dropped: int
+    bytes_local: int
+    bytes_remote: int
+    balance_loss: Tensor | None
+    z_loss: Tensor | None
+    record: pipeline.Record
+
+    @property
+    def max_over_mean(self) -> float:
+        """Load of the busiest rank over the mean; 1.0 is perfect (and an empty batch is)."""
+        mean = float(self.rank_load.mean())
+        return float(self.rank_load.max()) / mean if mean else 1.0
+
+
+class Router(nn.Module):
+    """Parameters of the gate: weight [E, H], optional bias [E], optional buffer selection_bias [E] (fp32)."""
+
+    def __init__(self, config: MoEConfig, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden, dtype=config.torch_dtype, device=device))
+        bias = torch.empty(config.experts, dtype=config.torch_dtype, device=device) if config.router_bias else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        selection = torch.zeros(config.experts, device=device) if config.selection_bias else None
+        self.selection_bias: Tensor | None
+        self.register_buffer("selection_bias", selection)
+
+
+class MoELayer(nn.Module):
+    """See the module's docstring.
+
+    Args:
+        config: what to compute.
+        backend: name in the registry; checked when it is set.
+        world: a World, or a number of simulated ranks.
+        placement: replica sets; None is plain expert parallelism.
+        seed: of the initial weights; the same seed gives the same logical experts on any world and placement.
+        device: of the parameters.
+
+    Raises:
+        UsageError: placement and config or world don't match; ranks were given different configs or placements.
+        BackendUnavailable: the backend can't be used here; the message names the extra or the remedy.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        backend: str = "ref",
+        world: World | int = 1,
+        placement: Placement | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.world = world if isinstance(world, World) else SimulatedWorld(world)
+        self.placement = placement or Placement.contiguous(config.experts, self.world.num_ranks)
+        if (self.placement.num_experts, self.placement.num_ranks) != (config.experts, self.world.num_ranks):
+            raise UsageError(
+                f"the placement is for {self.placement.num_experts} experts on {self.placement.num_ranks} ranks, "
+                f"expected {config.experts} experts on {self.world.num_ranks}"
+            )
+        self.world.agree("MoEConfig", json.dumps(config.to_dict(), sort_keys=True))
+        self.world.agree("placement", repr(self.placement.ranks_of_expert))
+        self.schedule_method = "flow"
+        if len(self.world.local_ranks) == self.world.num_ranks:
+            self.held_experts = tuple(range(config.experts))
+        else:
+            self.held_experts = self.placement.experts_of_rank[self.world.local_ranks[0]]
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(len(self.held_experts), *shape, dtype=config.torch_dtype, device=device))
+
+        self.router = Router(config, device)
+        self._up = "gate_up_proj" if config.gated else "up_proj"
+        self.register_parameter(self._up, parameter(config.up_rows, config.hidden))
+        self.register_parameter(f"{self._up}_bias", parameter(config.up_rows) if config.expert_bias else None)
+        self.down_proj = parameter(config.hidden, config.intermediate)
+        self.register_parameter("down_proj_bias", parameter(config.hidden) if config.expert_bias else None)
+        self.shared_expert = SharedExpert(config, device) if config.shared_intermediate else None
+        self.reset_parameters(seed)
+        self._backend: backends.Backend
+        self.backend = backend
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    def reset_parameters(self, seed: int) -> None:
+        """Uniform in +-1/sqrt(fan in); expert e draws from its own stream, so placement changes no weight."""
+
+        @torch.no_grad()
+        def fill(value: Tensor | None, fan_in: int, stream: int) -> None:
+            if value is not None:
+                generator = torch.Generator().manual_seed(hash_seed(seed, stream))
+                bound = 1 / math.sqrt(fan_in)
+                value.copy_(torch.empty(value.shape).uniform_(-bound, bound, generator=generator))
+
+        config = self.config
+        fill(self.router.weight, config.hidden, 0)
+        fill(self.router.bias, config.hidden, 1)
+        for i, expert in enumerate(self.held_experts):
+            for j, (value, fan_in) in enumerate(
+                (
+                    (self.up_parameter, config.hidden),
+                    (self.up_bias_parameter, config.hidden),
+                    (self.down_proj, config.intermediate),
+                    (self.down_proj_bias, config.intermediate),
+                )
+            ):
+                fill(None if value is None else value[i], fan_in, 16 + 4 * expert + j)
+        if self.shared_expert is not None:
+            for j, value in enumerate(self.shared_expert.parameters()):
+                fill(value, value.shape[-1], 4 + j)
+
+    @property
+    def up_parameter(self) -> nn.Parameter:
+        """gate_up_proj [E, 2D, H] or up_proj [E, D, H]."""
+        return getattr(self, self._up)
+
+    @property
+    def up_bias_parameter(self) -> nn.Parameter | None:
+        """Bias of the first product, [E, 2D] or [E, D], or None."""
+        return getattr(self, f"{self._up}_bias")
+
+    def load_logical_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load a state dict that holds all E experts (a simulated layer's) into this process' slots."""
+        held = torch.tensor(self.held_experts, dtype=torch.long)
+        experts = {self._up, f"{self._up}_bias", "down_proj", "down_proj_bias"}
+        self.load_state_dict({k: v[held.to(v.device)] if k in experts else v for k, v in state.items()})
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """Logical experts of a rank; the position is the slot."""
+        return self.placement.experts_of_rank[rank]
+
+    def weights_of(self, rank: int, dtype: torch.dtype) -> list[ExpertWeights]:
+        """Weights of each slot of a local rank in `dtype` (another than the parameters' under autocast only)."""
+
+        def rows(value: Tensor | None) -> Sequence[Tensor | None]:
+            # unbind, not indexing: its backward builds the whole gradient once.
+            return (None,) * len(self.held_experts) if value is None else value.to(dtype).unbind(0)
+
+        index = {expert: i for i, expert in enumerate(self.held_experts)}
+        up, down = rows(self.up_parameter), rows(self.down_proj)
+        up_bias, down_bias = rows(self.up_bias_parameter), rows(self.down_proj_bias)
+        result = []
+        for i in (index[expert] for expert in self.experts_of(rank)):
+            up_UH, down_HD = up[i], down[i]
+            assert up_UH is not None
+            assert down_HD is not None
+            result.append(ExpertWeights(up_UH, down_HD, up_bias[i], down_bias[i]))
+        return result
+
+    def anchor(self) -> Tensor | None:
+        """Keeps every rank in the backward of an exchange; see World.exchange."""
+        return self.router.weight if torch.is_grad_enabled() else None
+
+    # --- stages -------------------------------------------------------------------------------------------------
+
+    def gate(self, x_SH: Tensor) -> Routing:
+        """Route tokens with this layer's router."""
+        return gate.gate(x_SH, self.router.weight, self.config, self.router.bias, self.router.selection_bias)
+
+    def make_plan(self, counts_PE: np.ndarray) -> balance.Plan:
+        """Plan of a micro-batch: trivial with one replica each, else scheduled."""
+        if self.placement.max_replicas == 1:
+            return balance.Plan.plain(counts_PE, self.placement)
+        return balance.schedule(counts_PE, self.placement, method=self.schedule_method)
+
+    def shared(self, x_SH: Tensor) -> Tensor | None:
+        """Output of the shared expert, or None."""
+        return None if self.shared_expert is None else self.shared_expert(x_SH)
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend in use; assign to switch."""
+        return self._backend.name
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        chosen = backends.get(name)
+        reason = chosen.unavailable()
+        if reason:
+            raise BackendUnavailable(f"backend {name!r} can't run here: {reason}")
+        self._backend = chosen
+
+    def forward(
+        self,
+        x: Tensor | Sequence[Tensor],
+        routing: Routing | Sequence[Routing] | None = None,
+        return_stats: bool = False,
+    ) -> Any:
+        """Run the layer.
+
+        Args:
+            x: [..., H] in the config's dtype; or, in a simulated world, one [S_p, H] per rank. A single tensor is split
+                over the simulated ranks. Any S, zero included.
+            routing: use this instead of the gate; one for all tokens of x, or one per rank.
+            return_stats: also return LayerStats.
+
+        Returns:
+            y shaped like x (a list for a list); with return_stats a pair (y, stats).
+
+        Raises:
+            TypeError, ValueError: x or routing have a wrong type, shape, dtype or device, or a logit is not finite.
+        """
+        whole = x if isinstance(x, Tensor) else None
+        parts = self._per_rank(x)
+        # Under autocast the layer computes in the autocast dtype, as a linear layer would; the gate stays in fp32.
+        kind = parts[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.config.torch_dtype
+        routings = self._routings(routing, parts)
+        with torch.autocast(kind, enabled=False):
+            record = self._backend.forward(self, [part.to(dtype) for part in parts], routings)
+            assert record.y_SH is not None
+            y = torch.cat(record.y_SH).view(whole.shape) if whole is not None else record.y_SH
+            return (y, self._stats(record)) if return_stats else y
+
+    def _per_rank(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """Check x and return one [S_p, H] per local rank."""
+        config, count = self.config, len(self.world.local_ranks)
+        if isinstance(x, Tensor):
+            if x.dim() == 0 or x.shape[-1] != config.hidden:
+                raise ValueError(f"x has shape {list(x.shape)}, expected [..., hidden] = [..., {config.hidden}]")
+            parts = self.world.split(x.reshape(-1, config.hidden))
+        elif isinstance(x, (list, tuple)) and len(x) == count and all(isinstance(part, Tensor) for part in x):
+            parts = list(x)
+        else:
+            got = f"{len(x)} items" if isinstance(x, (list, tuple)) else type(x).__name__
+            raise TypeError(f"x is {got}, expected a tensor [..., {config.hidden}] or a list of {count} tensors")
+        autocast = torch.is_autocast_enabled(self.router.weight.device.type)
+        for rank, part in zip(self.world.local_ranks, parts, strict=True):
+            at = f"x of rank {rank}" if count > 1 else "x"
+            if part.dim() != 2 or part.shape[1] != config.hidden:
+                raise ValueError(f"{at} has shape {list(part.shape)}, expected [tokens, {config.hidden}]")
+            if part.dtype != config.torch_dtype and not (autocast and part.is_floating_point()):
+                raise TypeError(f"{at} is {part.dtype}, expected {config.torch_dtype}; x.to(layer.config.torch_dtype)")
+            if part.device != self.router.weight.device:
+                raise ValueError(
+                    f"{at} is on {part.device}, but the layer is on {self.router.weight.device}; move one of them"
+                )
+        return parts
+
+    def _routings(self, routing: Any, parts: list[Tensor]) -> list[Routing] | None:
+        """One routing per local rank, or None."""
+        if routing is None:
+            return None
+        if isinstance(routing, Routing):
+            if len(parts) == 1:
+                return [routing]
+            tokens = sum(part.shape[0] for part in parts)
+            routing.check(self.config, tokens)
+            sizes = [part.shape[0] for part in parts]
+            ids, weights = routing.expert_SK.split(sizes), routing.weight_SK.split(sizes)
+            return [Routing(i, w) for i, w in zip(ids, weights, strict=True)]
+        if isinstance(routing, (list, tuple)) and len(routing) == len(parts):
+            for item in routing:
+                if not isinstance(item, Routing):
+                    raise TypeError(f"routing holds {type(item).__name__}, expected moe_ref.Routing")
+            return list(routing)
+        raise TypeError(f"routing is {type(routing).__name__}, expected a moe_ref.Routing or a list of {len(parts)}")
+
+    def _stats(self, record: pipeline.Record) -> LayerStats:
+        assert record.counts_PE is not None
+        assert record.before_PE is not None
+        assert record.plan is not None
+        assert record.routing is not None
+        assert record.tokens_P is not None
+        sizes_PG = record.plan.quota_by_slot().sum(axis=2)
+        total, local = int(sizes_PG.sum()), int(sizes_PG.trace())
+        load_E = torch.from_numpy(record.before_PE.sum(axis=0))
+        losses: dict[str, Tensor | None] = {"balance": None, "z": None}
+        if all(r.scores_SE is not None for r in record.routing):
+            share = [r.expert_SK.shape[0] for r in record.routing]
+            whole = max(sum(share), 1)
+            losses["balance"] = torch.stack(
+                [gate.balance_loss(r, load_E) * (s / whole) for r, s in zip(record.routing, share, strict=True)]
+            ).sum()
+            losses["z"] = torch.stack(
+                [gate.z_loss(r) * (s / whole) for r, s in zip(record.routing, share, strict=True)]
+            ).sum()
+        return LayerStats(
+            expert_load=record.counts_PE.sum(axis=0),
+            expert_load_before_capacity=record.before_PE.sum(axis=0),
+            rank_load=sizes_PG.sum(axis=0),
+            tokens_per_rank=record.tokens_P,
+            dropped=int(record.before_PE.sum() - record.counts_PE.sum()),
+            bytes_local=local * self.config.row_bytes,
+            bytes_remote=(total - local) * self.config.row_bytes,
+            balance_loss=losses["balance"],
+            z_loss=losses["z"],
+            record=record,
+        )
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"hidden={c.hidden}, intermediate={c.intermediate}, experts={c.experts}, top_k={c.top_k}, {self.world}"
+
+
+class SharedExpert(nn.Module):
+    """An always-on expert of its own width, weight 1; with a gate: sigmoid(x w) times its output (Qwen2-MoE)."""
+
+    def __init__(self, config: MoEConfig, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.config = config.replace(interleaved=False)
+        width = config.shared_intermediate
+        rows = 2 * width if config.gated else width
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=config.torch_dtype, device=device))
+
+        self.up_proj = parameter(rows, config.hidden)
+        self.down_proj = parameter(config.hidden, width)
+        self.register_parameter("gate", parameter(1, config.hidden) if config.shared_gate else None)
+
+    def forward(self, x_SH: Tensor) -> Tensor:
+        """[S, H] -> [S, H] in the rows' dtype."""
+        weights = ExpertWeights(self.up_proj.to(x_SH.dtype), self.down_proj.to(x_SH.dtype))
+        out_SH = gemm1(gemm0(x_SH, weights, self.config), weights, self.config)
+        if self.gate is None:
+            return out_SH
+        dtype = gate.accumulate_dtype(x_SH.dtype)
+        scale_S1 = gate.tiled_linear(x_SH.to(dtype), self.gate.to(dtype), None, self.config.tile_rows).sigmoid()
+        return (scale_S1 * out_SH.to(dtype)).to(x_SH.dtype)
+
+
+def hash_seed(seed: int, stream: int) -> int:
+    """Seed of stream `stream`: distinct streams of distinct seeds don't overlap in practice."""
+    return int(np.random.SeedSequence([seed & 0xFFFFFFFF, stream]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,266 @@
+"""The reference forward, stage by stage.
+
+    gate -> counts -> plan -> dispatch -> gemm0 -> gemm1 -> return -> combine
+
+One function, `run`, is the layer's forward and the instrument of the differential harness: it can keep every
+intermediate, stop after any stage, or take the results of earlier stages instead of computing them. A megakernel does the
+same stages without barriers between them; their order per row is the same.
+
+Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, N rows that a rank computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_ref.balance.plan import Plan
+from moe_ref.combine import combine, return_rows
+from moe_ref.dispatch import Dispatch, count_routes, dispatch
+from moe_ref.errors import UsageError
+from moe_ref.experts import ExpertWeights, gemm0, gemm1
+from moe_ref.gate import Routing, keep_within_capacity
+from moe_ref.layout import CompactLayout, FixedLayout, Layout, align_up
+
+if TYPE_CHECKING:
+    from moe_ref.layer import MoELayer
+
+STAGES = ("gate", "counts", "plan", "dispatch", "gemm0", "gemm1", "return", "combine")
+"""Stages in order; `run` computes gemm0 and gemm1 block by block, in one go."""
+
+
+@dataclass
+class Record:
+    """Results of the stages of one forward; lists have one entry per local rank.
+
+    Attributes:
+        routing: after capacity (dropped routes are -1).
+        before_PE, counts_PE: rows per source rank and expert before and after capacity, int64.
+        tokens_P: S of every rank.
+        plan, layout: of this micro-batch.
+        rows_NH: dispatched rows as the owner holds them, in the order (slot, source, token), padding left out.
+        hidden_ND, output_NH: after GEMM0 + activation, after GEMM1; same order.
+        returned_NH: [S * K, H] at home, row token * K + choice.
+        y_SH: results.
+        seconds: time per stage.
+    """
+
+    routing: list[Routing] | None = None
+    before_PE: np.ndarray | None = None
+    counts_PE: np.ndarray | None = None
+    tokens_P: np.ndarray | None = None
+    plan: Plan | None = None
+    layout: Layout | None = None
+    rows_NH: list[Tensor] | None = None
+    hidden_ND: list[Tensor] | None = None
+    output_NH: list[Tensor] | None = None
+    returned_NH: list[Tensor] | None = None
+    y_SH: list[Tensor] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def _timed(record: Record, stage: str, device: torch.device):
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    record.seconds[stage] = record.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def route(layer: MoELayer, x_SH: Sequence[Tensor], given: Sequence[Routing] | None) -> tuple[list[Routing], str]:
+    """Gate or check every local rank's routing; returns it and the first error ("" if none).
+
+    An error is not raised at once: the other ranks are already on their way to the counts exchange, which carries it.
+    """
+    routings, problem = [], ""
+    for i, x in enumerate(x_SH):
+        try:
+            if given is None:
+                routings.append(layer.gate(x))
+            else:
+                given[i].check(layer.config, x.shape[0])
+                routings.append(given[i])
+        except (ValueError, TypeError) as error:
+            at = f"rank {layer.world.local_ranks[i]}: " if layer.world.num_ranks > 1 else ""
+            problem = problem or f"{at}{error}"
+            routings.append(
+                Routing(torch.full((x.shape[0], layer.config.top_k), -1), x.new_zeros(x.shape[0], layer.config.top_k))
+            )
+    return routings, problem
+
+
+def exchange_counts(layer: MoELayer, record: Record, before: Sequence[Routing], problem: str) -> None:
+    """All-gather rows per expert (before and after capacity), S and errors; fills the record.
+
+    Raises:
+        ValueError: some rank refused its input; every rank raises, so that nobody waits for it.
+    """
+    assert record.routing is not None
+    experts, world = layer.config.experts, layer.world
+    mine = []
+    for full, kept in zip(before, record.routing, strict=True):
+        head = [int(full.expert_SK.shape[0]), int(bool(problem))]
+        mine.append(np.concatenate([head, count_routes(full.expert_SK, experts), count_routes(kept.expert_SK, experts)]))
+    all_PN = world.gather(np.stack(mine))
+    refused = np.flatnonzero(all_PN[:, 1])
+    if len(refused):
+        raise ValueError(problem or f"rank {int(refused[0])} refused its input; its own message says why")
+    record.tokens_P = all_PN[:, 0]
+    record.before_PE = all_PN[:, 2 : 2 + experts]
+    record.counts_PE = all_PN[:, 2 + experts :]
+
+
+def make_layout(layer: MoELayer, plan: Plan, tokens_P: np.ndarray) -> Layout:
+    """The config's layout for this plan; the fixed layout, when dropless, has as many slots as the fullest needs."""
+    config = layer.config
+    if config.layout == "compact":
+        return CompactLayout.from_plan(plan, config.tile_rows)
+    capacity = config.capacity(int(tokens_P.max()))
+    if capacity is None:
+        capacity = int(plan.quota_by_slot().max())
+    return FixedLayout.from_plan(plan, align_up(max(capacity, 1), config.tile_rows))
+
+
+def dense_rows(heap_NH: Tensor, segments: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """The valid rows of a heap, one tensor per segment of the layout, padding skipped.
+
+    One split instead of a slice per segment: its backward writes each gradient once.
+    """
+    sizes, part_at, position = [], {}, 0
+    for _, first, rows in sorted(segments, key=lambda segment: segment[1]):
+        sizes += [first - position, rows]
+        part_at[first] = len(sizes) - 1
+        position = first + rows
+    parts = heap_NH.split([*sizes, heap_NH.shape[0] - position])
+    return [parts[part_at[first]] for _, first, _ in segments]
+
+
+def compute_experts(
+    rows_NH: Sequence[Tensor],
+    segments: Sequence[tuple[int, int, int]],
+    weights: Sequence[ExpertWeights],
+    layer: MoELayer,
+    hidden_ND: Tensor | None = None,
+    keep_hidden: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """GEMM0 and GEMM1 of one rank, segment by segment; returns outputs and, if kept, hidden activations.
+
+    Without `keep_hidden` only one segment's hidden rows live at a time. A rank that got no row computes an empty block
+    with its first expert: its weights stay in the graph, their gradients are zeros, and the backward of the exchange is
+    entered on every rank.
+    """
+    config = layer.config
+    blocks = [(slot, rows) for (slot, _, _), rows in zip(segments, rows_NH, strict=True)]
+    given = hidden_ND.split([rows.shape[0] for _, rows in blocks]) if hidden_ND is not None and blocks else None
+    outputs, hiddens = [], []
+    for i, (slot, rows) in enumerate(blocks):
+        hidden = gemm0(rows, weights[slot], config) if given is None else given[i]
+        outputs.append(gemm1(hidden, weights[slot], config))
+        if keep_hidden:
+            hiddens.append(hidden)
+    return outputs, hiddens
+
+
+def run(
+    layer: MoELayer,
+    x_SH: Sequence[Tensor],
+    routing: Sequence[Routing] | None = None,
+    *,
+    given: Record | None = None,
+    stop_after: str = "combine",
+    keep: bool = False,
+) -> Record:
+    """One forward over all local ranks.
+
+    Args:
+        x_SH: per local rank its tokens in the compute dtype.
+        routing: per local rank, or None to use the gate.
+        given: results of earlier stages to start from (`rows_NH`, `hidden_ND` or `output_NH`); the latest one counts.
+        stop_after: last stage to run, one of STAGES.
+        keep: keep every intermediate in the record; otherwise only what the result needs.
+
+    Raises:
+        ValueError: a rank's input was refused (raised on every rank), or an unknown stage.
+    """
+    if stop_after not in STAGES:
+        raise UsageError(f"unknown stage {stop_after!r}, expected one of {', '.join(STAGES)}")
+    last = STAGES.index(stop_after)
+    world, config, record = layer.world, layer.config, Record()
+    device, anchor = x_SH[0].device, layer.anchor()
+
+    with _timed(record, "gate", device):
+        before, problem = route(layer, x_SH, routing)
+        record.routing = [keep_within_capacity(r, config)[0] for r in before]
+    if last == 0:
+        if problem:
+            raise ValueError(problem)
+        return record
+    with _timed(record, "counts", device):
+        exchange_counts(layer, record, before, problem)
+    assert record.counts_PE is not None
+    assert record.tokens_P is not None
+    if last == 1:
+        return record
+    with _timed(record, "plan", device):
+        record.plan = layer.make_plan(record.counts_PE)
+        record.layout = make_layout(layer, record.plan, record.tokens_P)
+    if last == 2:
+        return record
+
+    layout = record.layout
+    segments = [layout.segments(rank) for rank in world.local_ranks]
+    with _timed(record, "dispatch", device):
+        heaps, sent = dispatch(world, x_SH, record.routing, record.plan, layout, anchor)
+        blocks = [dense_rows(heap, parts) for heap, parts in zip(heaps, segments, strict=True)]
+        for i, rows in enumerate(blocks):
+            if not rows and layer.experts_of(world.local_ranks[i]):
+                segments[i], blocks[i] = [(0, 0, 0)], [heaps[i][:0]]
+        if given is not None and given.rows_NH is not None:
+            blocks = [
+                list(full.split([rows.shape[0] for rows in old])) if old else []
+                for full, old in zip(given.rows_NH, blocks, strict=True)
+            ]
+        if keep:
+            record.rows_NH = [_cat(rows, heap) for rows, heap in zip(blocks, heaps, strict=True)]
+    if last == 3:
+        return record
+
+    with _timed(record, "experts", device):
+        outputs, hiddens = [], []
+        for i, rank in enumerate(world.local_ranks):
+            start = given.hidden_ND[i] if given is not None and given.hidden_ND is not None else None
+            weights = layer.weights_of(rank, x_SH[i].dtype)
+            out, hidden = compute_experts(blocks[i], segments[i], weights, layer, start, keep)
+            outputs.append(_cat(out, heaps[i]))
+            hiddens.append(_cat(hidden, heaps[i].new_empty(0, config.intermediate)))
+            blocks[i], heaps[i] = [], heaps[i][:0]
+        if given is not None and given.output_NH is not None:
+            outputs = list(given.output_NH)
+        if keep:
+            record.hidden_ND, record.output_NH = hiddens, outputs
+    if last <= 5:
+        return record
+
+    with _timed(record, "return", device):
+        returned = return_rows(world, outputs, sent, record.routing, anchor)
+        if keep:
+            record.returned_NH = returned
+    if last == 6:
+        return record
+    with _timed(record, "combine", device):
+        record.y_SH = [
+            combine(rows, r, layer.shared(x)) for rows, r, x in zip(returned, record.routing, x_SH, strict=True)
+        ]
+    return record
+
+
+def _cat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else like[:0]
