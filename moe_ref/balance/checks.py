@@ -1,7 +1,7 @@
 """Refusing bad loads at the border, before any solver sees them.
 
-A solver is the wrong place to find out: HiGHS refuses a NaN bound, keeps the old one and then reports "optimal" with the
-plan of the step before; with a negative load it reports "infeasible" while its solution array still holds numbers.
+A solver is the wrong place to find out: HiGHS refuses a NaN bound, keeps the old one and then reports "optimal" with
+the plan of the step before; with a negative load it reports "infeasible" while its solution array still holds numbers.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The problem (FineMoE, section 4.1): x[e, j] rows of expert e are computed by its replica j. Minimise the load of the
 busiest rank, subject to sum over j of x[e, j] = load[e] and x >= 0.
 
-The method: take any division of the loads and a target t, at first the mean rounded up. Ranks above t have rows to give
-away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from a rank
-above t to one below it is a chain of such moves: push as many rows along it as its narrowest part allows, and repeat.
+The method: take any division of the loads and a target t, at first the mean rounded up. Ranks above t have rows to
+give away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from a
+rank above t to one below it is a chain of such moves: push as many rows along it as its narrowest part allows, repeat.
 
 If no path is left, look at the set S of ranks that were reached. Every expert with rows in S has *all* its replicas in
 S, or the search had gone on. These rows are trapped: they must be computed by the |S| ranks of S whatever anyone plans,
@@ -169,8 +169,9 @@ def solve(load_E: np.ndarray, placement: Placement, local_ED: np.ndarray | None 
         local_ED = np.zeros_like(placement.rank_ED)
     rows = divide(load_E.tolist(), placement, local_ED.tolist())
     mean = ceil_div(int(load_E.sum()), placement.num_ranks)
-    max_load, certificate = level(rows, placement, mean)
+    max_load, trapped = level(rows, placement, mean)
+    certificate = frozenset(range(placement.num_ranks) if trapped is None else trapped)
     rows_ED = np.zeros_like(placement.rank_ED)
     for expert, parts in enumerate(rows):
         rows_ED[expert, : len(parts)] = parts
-    return ReplicaLoads(rows_ED, max_load, frozenset(range(placement.num_ranks) if certificate is None else certificate))
+    return ReplicaLoads(rows_ED, max_load, certificate)

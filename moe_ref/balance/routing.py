@@ -1,8 +1,8 @@
 """From loads per replica to quotas per source rank: locality-aware routing (FineMoE, section 4.2, Algorithm 1).
 
 The division of the loads is given and is kept exactly. What is free is who serves whom: a rank's own rows fill its own
-replica first, then (with `ranks_per_node`) replicas of its node, and what remains goes wherever there is room, low source
-ranks to low replicas. Pure integer arithmetic on whole arrays; the compiled path has the same rule as a loop.
+replica first, then (with `ranks_per_node`) replicas of its node, and what remains goes wherever there is room, low
+source ranks to low replicas. Integer arithmetic on whole arrays; the compiled path has the same rule as a loop.
 
 Letters: P ranks, E experts, D replicas of an expert (at most).
 """
@@ -24,13 +24,18 @@ def local_rows(counts_PE: np.ndarray, placement: Placement) -> np.ndarray:
 def _fill_in_order(supply_PE: np.ndarray, room_ED: np.ndarray) -> np.ndarray:
     """Rows of every (source, expert, replica) when sources, in order, fill the replicas, in order: int64 [P, E, D].
 
-    Line up the rows of an expert by source and its room by replica: the overlap of two intervals is what flows.
+    Line up the rows of an expert by source, and its room by replica. Clipped to the room of one replica, the running
+    sum over the sources grows exactly by what each of them sends there.
     """
-    supply_end = np.cumsum(supply_PE, axis=0)[:, :, None]
-    room_end = np.cumsum(room_ED, axis=1)[None]
-    supply_start = supply_end - supply_PE[:, :, None]
-    room_start = room_end - room_ED[None]
-    return np.maximum(np.minimum(supply_end, room_end) - np.maximum(supply_start, room_start), 0)
+    flow_PED = np.empty((*supply_PE.shape, room_ED.shape[1]), dtype=np.int64)
+    running_PE = np.cumsum(supply_PE, axis=0)
+    end_ED = np.cumsum(room_ED, axis=1)
+    start_ED = end_ED - room_ED
+    for j in range(room_ED.shape[1]):
+        inside_PE = np.clip(running_PE, start_ED[:, j], end_ED[:, j])
+        flow_PED[0, :, j] = inside_PE[0] - start_ED[:, j]
+        flow_PED[1:, :, j] = inside_PE[1:] - inside_PE[:-1]
+    return flow_PED
 
 
 def route(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ref.balance import flow
+from moe_ref.balance import flow, flow_compiled
 from moe_ref.balance.checks import check_counts, check_loads
 from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.plan import Plan
@@ -31,9 +31,16 @@ def _flow(counts_PE: np.ndarray, placement: Placement) -> Plan:
     return Plan(placement, route(counts_PE, loads.rows_ED, placement), loads.certificate)
 
 
-METHODS: dict[str, Callable[[np.ndarray, Placement], Plan]] = {"plain": Plan.plain, "flow": _flow}
+METHODS: dict[str, Callable[[np.ndarray, Placement], Plan]] = {
+    "plain": Plan.plain,
+    "flow": _flow,
+    "flow_compiled": flow_compiled.plan,
+}
 
-SOLVERS: dict[str, Callable[[np.ndarray, Placement], ReplicaLoads]] = {"flow": flow.solve}
+SOLVERS: dict[str, Callable[[np.ndarray, Placement], ReplicaLoads]] = {
+    "flow": flow.solve,
+    "flow_compiled": flow_compiled.solve,
+}
 
 
 def schedule(
