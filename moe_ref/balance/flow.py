@@ -4,8 +4,8 @@ The problem (FineMoE, section 4.1): x[e, j] rows of expert e are computed by its
 busiest rank, subject to sum over j of x[e, j] = load[e] and x >= 0.
 
 The method: take any division of the loads and a target t, at first the mean rounded up. Ranks above t have rows to
-give away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from a
-rank above t to one below it is a chain of such moves: push as many rows along it as its narrowest part allows, repeat.
+give away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from
+a rank above t to one below it is a chain of such moves: push as many rows along it as its narrowest part allows, repeat.
 
 If no path is left, look at the set S of ranks that were reached. Every expert with rows in S has *all* its replicas in
 S, or the search had gone on. These rows are trapped: they must be computed by the |S| ranks of S whatever anyone plans,
@@ -116,44 +116,53 @@ def level(rows: list[list[int]], placement: Placement, target: int) -> tuple[int
     load = [sum(rows[e][j] for e, j in replicas) for replicas in held]
     certificate = None
     while True:
-        sources = [rank for rank, amount in enumerate(load) if amount > target]
-        if not sources:
+        reached = [rank for rank, amount in enumerate(load) if amount > target]
+        if not reached:
             return target, certificate
         # Breadth-first search from all of them at once; came[v] = (rank before v, expert, replica there, replica here).
         came: list[tuple[int, int, int, int] | None] = [None] * len(load)
-        reached = list(sources)
         seen = [amount > target for amount in load]
-        sink = -1
+        moved = 0
         for u in reached:
             for expert, j in held[u]:
-                if rows[expert][j]:
-                    for i, v in enumerate(ranks_of[expert]):
-                        if not seen[v]:
+                if not rows[expert][j]:
+                    continue
+                for i, v in enumerate(ranks_of[expert]):
+                    if not seen[v]:
+                        came[v] = (u, expert, j, i)
+                        if load[v] < target:
+                            moved += _push(v, came, rows, load, target)
+                        if load[v] >= target:  # no room (left): others may be reached through it
                             seen[v] = True
-                            came[v] = (u, expert, j, i)
                             reached.append(v)
-                            if load[v] < target:
-                                sink = v
-                                break
-                    if sink >= 0:
-                        break
-            if sink >= 0:
-                break
-        if sink < 0:
+        if not moved:
             # Nothing leaves the reached set: what is in it is trapped in it.
             target = ceil_div(sum(load[rank] for rank in reached), len(reached))
             certificate = sorted(reached)
-            continue
-        path, v = [], sink
-        while (step := came[v]) is not None:
-            path.append(step)
-            v = step[0]
-        amount = min(load[v] - target, target - load[sink], *(rows[e][j] for _, e, j, _ in path))
-        for _, expert, j, i in path:
-            rows[expert][j] -= amount
-            rows[expert][i] += amount
+
+
+def _push(
+    sink: int, came: list[tuple[int, int, int, int] | None], rows: list[list[int]], load: list[int], target: int
+) -> int:
+    """Move what the path to `sink` can carry; returns the rows moved.
+
+    The first path of a search carries at least one row. Later ones share arcs and sources with it and may find them
+    used up: then nothing moves, and the next search looks again.
+    """
+    amount, v = target - load[sink], sink
+    while (step := came[v]) is not None:
+        v, expert, j, _ = step
+        amount = min(amount, rows[expert][j])
+    amount = min(amount, load[v] - target)
+    if amount:
         load[v] -= amount
         load[sink] += amount
+        v = sink
+        while (step := came[v]) is not None:
+            v, expert, j, i = step
+            rows[expert][j] -= amount
+            rows[expert][i] += amount
+    return amount
 
 
 def solve(load_E: np.ndarray, placement: Placement, local_ED: np.ndarray | None = None) -> ReplicaLoads:

@@ -1,8 +1,8 @@
 """The compiled twin of `flow` and `routing`, for the hot path: the same steps, the same ties, the same answer.
 
-Read `flow` first; here the nested lists are flat int64 arrays and numba turns the loops into machine code. The functions
-release the interpreter lock, so a worker thread plans while the main thread permutes (`overlap`). Compiled code is kept
-on disk: the first call of a fresh installation takes some seconds (`warm_up`), later processes load it.
+Read `flow` first; here the nested lists are flat int64 arrays and numba turns the loops into machine code. The
+functions release the interpreter lock, so a worker thread plans while the main thread permutes (`overlap`). Compiled
+code is kept on disk: the first call of a fresh installation takes some seconds (`warm_up`), later processes load it.
 
 Letters: P ranks, E experts, D replicas of an expert (at most).
 """
@@ -81,6 +81,26 @@ def _fill_evenly(amount, expert, rank_ED, count, rows_ED, load_P, order):
 
 
 @njit(cache=True, nogil=True)
+def _push(sink, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
+    """`flow._push`: whether the path to `sink` could carry anything."""
+    amount, v = target - load_P[sink], sink
+    while from_rank[v] >= 0:
+        amount = min(amount, rows_ED[by_expert[v], out_of[v]])
+        v = from_rank[v]
+    amount = min(amount, load_P[v] - target)
+    if amount == 0:
+        return False
+    load_P[v] -= amount
+    load_P[sink] += amount
+    v = sink
+    while from_rank[v] >= 0:
+        rows_ED[by_expert[v], out_of[v]] -= amount
+        rows_ED[by_expert[v], into[v]] += amount
+        v = from_rank[v]
+    return True
+
+
+@njit(cache=True, nogil=True)
 def _level(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, trapped_P):
     """`flow.level`: returns the target that was reached; `trapped_P` becomes the mask of the certificate."""
     ranks = load_P.shape[0]
@@ -101,8 +121,8 @@ def _level(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, rep
                 tail += 1
         if tail == 0:
             return target
-        head, sink = 0, -1
-        while head < tail and sink < 0:
+        head, moved = 0, False
+        while head < tail:
             u = queue[head]
             head += 1
             for held in range(start_P1[u], start_P1[u + 1]):
@@ -111,36 +131,22 @@ def _level(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, rep
                     continue
                 for i in range(count_E[expert]):
                     v = rank_ED[expert, i]
-                    if not seen[v]:
+                    if seen[v]:
+                        continue
+                    from_rank[v], by_expert[v], out_of[v], into[v] = u, expert, j, i
+                    if load_P[v] < target and _push(v, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
+                        moved = True
+                    if load_P[v] >= target:
                         seen[v] = True
-                        from_rank[v], by_expert[v], out_of[v], into[v] = u, expert, j, i
                         queue[tail] = v
                         tail += 1
-                        if load_P[v] < target:
-                            sink = v
-                            break
-                if sink >= 0:
-                    break
-        if sink < 0:
+        if not moved:
             total = 0
             for rank in range(ranks):
                 trapped_P[rank] = seen[rank]
                 if seen[rank]:
                     total += load_P[rank]
             target = (total + tail - 1) // tail
-            continue
-        amount, v = target - load_P[sink], sink
-        while from_rank[v] >= 0:
-            amount = min(amount, rows_ED[by_expert[v], out_of[v]])
-            v = from_rank[v]
-        amount = min(amount, load_P[v] - target)
-        load_P[v] -= amount
-        load_P[sink] += amount
-        v = sink
-        while from_rank[v] >= 0:
-            rows_ED[by_expert[v], out_of[v]] -= amount
-            rows_ED[by_expert[v], into[v]] += amount
-            v = from_rank[v]
 
 
 @njit(cache=True, nogil=True)
@@ -238,7 +244,7 @@ def plan(counts_PE: np.ndarray, placement: Placement) -> Plan:
 
 
 def warm_up() -> None:
-    """Compile (or load from disk) everything that `solve` and `plan` use, so that the first batch doesn't pay for it."""
+    """Compile (or load from disk) all that `solve` and `plan` use, so that the first batch doesn't pay for it."""
     placement = Placement.from_replicas([[0, 1]], 2)
     counts: Any = np.ones((2, 1), dtype=np.int64)
     plan(check_counts(counts, placement), placement)
