@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from importlib.metadata import entry_points
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -23,11 +24,13 @@ from moe_ref.errors import CheckFailed
 app = typer.Typer(
     name="moe-ref",
     help="A distributed Mixture-of-Experts layer: run it, compare backends, balance it, look inside.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# Typer carries its own copy of click in later versions, so the class is found through what both export.
+_CLICK_EXCEPTION: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # Modules with a `register(app)` of their own, in the order in which `moe-ref --help` lists their commands.
 _COMMAND_MODULES = (
@@ -70,7 +73,15 @@ def main(argv: list[str] | None = None) -> None:
     arguments = [a for a in arguments if a != "--debug"]
     _register()
     try:
-        app(arguments, prog_name="moe-ref", standalone_mode=True)
+        # Not standalone: usage errors come to us, to be one line like all others. What is returned is an exit code.
+        code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False)
+        raise SystemExit(code if isinstance(code, int) else 0)
+    except typer.Abort:
+        err.print("interrupted")
+        raise SystemExit(130) from None
+    except _CLICK_EXCEPTION as error:
+        command = " ".join(["moe-ref", *arguments[:1]]) if arguments and not arguments[0].startswith("-") else "moe-ref"
+        _fail(ValueError(f"{_one_line(error.format_message())} (see {command} --help)"), 2, debug)
     except CheckFailed as error:
         _fail(error, 1, debug)
     except BrokenPipeError:
@@ -86,9 +97,13 @@ def main(argv: list[str] | None = None) -> None:
         _fail(error, 1, debug)
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _fail(error: Exception, code: int, debug: bool) -> None:
     if debug:
         raise error
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = _one_line(str(error)) or type(error).__name__
     err.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
     raise SystemExit(code) from None

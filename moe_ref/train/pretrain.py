@@ -47,12 +47,12 @@ HELD_OUT_SEQUENCES = 128
 class Recipe:
     """What fixes a training run, together with the texts and the model's config."""
 
-    steps: int = 1500
+    steps: int = 2000
     batch: int = 16
     learning_rate: float = 3e-3
     warm_up: int = 100
     weight_decay: float = 0.1
-    balance: float = 2e-3
+    balance: float = 5e-3
     z: float = 1e-4
     clip: float = 1.0
     seed: int = 0
@@ -113,7 +113,7 @@ def evaluate(model: ByteMoE, corpus: Corpus) -> tuple[float, list[list[int]]]:
         logits, all_stats = model(chunk[:, :-1])
         nats = F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten(), reduction="sum")
         bits += float(nats) / math.log(2)
-        loads += torch.stack([stats.expert_load.cpu() for stats in all_stats])
+        loads += torch.stack([torch.as_tensor(stats.expert_load) for stats in all_stats])
     return bits / (len(sequences) * context), loads.tolist()
 
 
