@@ -5,7 +5,7 @@ busiest rank, subject to sum over j of x[e, j] = load[e] and x >= 0.
 
 The method: take any division of the loads and a target t, at first the mean rounded up. Ranks above t have rows to
 give away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from
-a rank above t to one below it is a chain of such moves: push as many rows along it as its narrowest part allows, repeat.
+a rank above t to one below it is a chain of such moves: push as many rows as its narrowest part allows, and repeat.
 
 If no path is left, look at the set S of ranks that were reached. Every expert with rows in S has *all* its replicas in
 S, or the search had gone on. These rows are trapped: they must be computed by the |S| ranks of S whatever anyone plans,
@@ -78,21 +78,21 @@ def fill_evenly(amount: int, ranks: Sequence[int], load: list[int]) -> list[int]
     return parts
 
 
-def divide(load_E: Sequence[int], placement: Placement, local_ED: Sequence[Sequence[int]]) -> list[list[int]]:
-    """A first division: rows on their own rank stay there, the rest of each expert is poured over its replicas.
+def divide(load_E: Sequence[int], placement: Placement, start_ED: Sequence[Sequence[int]]) -> list[list[int]]:
+    """A first division: what replicas begin with stays there, the rest of each expert is poured over its replicas.
 
     Args:
         load_E: rows of each expert.
         placement: replica sets.
-        local_ED: rows of expert e that start on the rank of its replica j; all zero to ignore locality.
+        start_ED: rows that replica j of expert e begins with; all zero to ignore locality.
     """
     rank_load = [0] * placement.num_ranks
     rows = []
     for expert, ranks in enumerate(placement.ranks_of_expert):
-        local = list(local_ED[expert][: len(ranks)])
-        for rank, amount in zip(ranks, local, strict=True):
+        start = list(start_ED[expert][: len(ranks)])
+        for rank, amount in zip(ranks, start, strict=True):
             rank_load[rank] += amount
-        rows.append(local)
+        rows.append(start)
     for expert, ranks in enumerate(placement.ranks_of_expert):
         rest = load_E[expert] - sum(rows[expert])
         if rest:
@@ -165,18 +165,19 @@ def _push(
     return amount
 
 
-def solve(load_E: np.ndarray, placement: Placement, local_ED: np.ndarray | None = None) -> ReplicaLoads:
+def solve(load_E: np.ndarray, placement: Placement, start_ED: np.ndarray | None = None) -> ReplicaLoads:
     """The optimal integer division of checked loads.
 
     Args:
         load_E: rows of each expert, int64 [E], non-negative.
         placement: replica sets.
-        local_ED: rows of expert e that start on the rank of its replica j, int64 [E, D]. They stay where they are as
-            far as balance allows: the same maximum load, far fewer rows that travel.
+        start_ED: rows that replica j of expert e begins with, int64 [E, D], in sum at most load_E; they stay as far as
+            balance allows. Give each rank's own rows to its own replica (`routing.local_rows`): the same maximum load,
+            far fewer rows that travel than by balancing first.
     """
-    if local_ED is None:
-        local_ED = np.zeros_like(placement.rank_ED)
-    rows = divide(load_E.tolist(), placement, local_ED.tolist())
+    if start_ED is None:
+        start_ED = np.zeros_like(placement.rank_ED)
+    rows = divide(load_E.tolist(), placement, start_ED.tolist())
     mean = ceil_div(int(load_E.sum()), placement.num_ranks)
     max_load, trapped = level(rows, placement, mean)
     certificate = frozenset(range(placement.num_ranks) if trapped is None else trapped)

@@ -150,7 +150,7 @@ def _level(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, rep
 
 
 @njit(cache=True, nogil=True)
-def _solve(load_E, local_ED, use_local, rank_ED, count_E, start_P1, expert_held, replica_held):
+def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held, replica_held):
     """`flow.solve`: rows of every replica, the maximum load and the mask of the certificate."""
     experts, ranks = rank_ED.shape[0], start_P1.shape[0] - 1
     rows_ED = np.zeros(rank_ED.shape, np.int64)
@@ -160,13 +160,13 @@ def _solve(load_E, local_ED, use_local, rank_ED, count_E, start_P1, expert_held,
     total = 0
     for expert in range(experts):
         total += load_E[expert]
-        if use_local:
+        if use_start:
             for j in range(count_E[expert]):
-                rows_ED[expert, j] = local_ED[expert, j]
-                load_P[rank_ED[expert, j]] += local_ED[expert, j]
+                rows_ED[expert, j] = start_ED[expert, j]
+                load_P[rank_ED[expert, j]] += start_ED[expert, j]
     for expert in range(experts):
         rest = load_E[expert]
-        if use_local:
+        if use_start:
             for j in range(count_E[expert]):
                 rest -= rows_ED[expert, j]
         if rest > 0:
@@ -229,11 +229,11 @@ def _members(mask_P: np.ndarray) -> frozenset[int]:
     return frozenset(np.flatnonzero(mask_P).tolist())
 
 
-def solve(load_E: np.ndarray, placement: Placement, local_ED: np.ndarray | None = None) -> ReplicaLoads:
+def solve(load_E: np.ndarray, placement: Placement, start_ED: np.ndarray | None = None) -> ReplicaLoads:
     """`flow.solve`, compiled: checked loads in, the same division out."""
     table = tables(placement)
-    local = table.rank_ED if local_ED is None else local_ED
-    rows_ED, max_load, trapped_P = _solve(load_E, local, local_ED is not None, *table)
+    start = table.rank_ED if start_ED is None else start_ED
+    rows_ED, max_load, trapped_P = _solve(load_E, start, start_ED is not None, *table)
     return ReplicaLoads(rows_ED, max_load, _members(trapped_P))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ref.balance import flow, flow_compiled
+from moe_ref.balance import flow, flow_compiled, lp
 from moe_ref.balance.checks import check_counts, check_loads
 from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.plan import Plan
@@ -35,11 +35,13 @@ METHODS: dict[str, Callable[[np.ndarray, Placement], Plan]] = {
     "plain": Plan.plain,
     "flow": _flow,
     "flow_compiled": flow_compiled.plan,
+    "lp": lp.plan,
 }
 
 SOLVERS: dict[str, Callable[[np.ndarray, Placement], ReplicaLoads]] = {
     "flow": flow.solve,
     "flow_compiled": flow_compiled.solve,
+    "lp": lp.solve,
 }
 
 
