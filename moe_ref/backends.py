@@ -40,6 +40,7 @@ class Backend(Protocol):
     ) -> pipeline.Record:
         """Results per local rank in `y_SH`, with `counts_PE`, `plan` and the rest of the record's integers filled in;
         with `keep` every intermediate that exists, rows in the order (slot, source, token)."""
+        ...
 
 
 class ReferenceBackend:
@@ -54,6 +55,12 @@ class ReferenceBackend:
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
     ) -> pipeline.Record:
         return pipeline.run(layer, x_SH, routing, keep=keep)
+
+    def resume(
+        self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing], given: pipeline.Record
+    ) -> pipeline.Record:
+        """Forward that takes the buffers in `given` instead of computing them; keeps every intermediate."""
+        return pipeline.run(layer, x_SH, routing, given=given, keep=True)
 
 
 def _entries() -> dict:

@@ -6,8 +6,8 @@
 
 Two rules make the numbers comparable between backends:
 
-* Products accumulate in fp32 (fp64 for float64); the activation is applied before anything is rounded; then `hidden` and
-  `out` are each rounded once to the layer's dtype. Eager 16-bit PyTorch would round three times more.
+* Products accumulate in fp32 (fp64 for float64); the activation is applied before anything is rounded; then `hidden`
+  and `out` are each rounded once to the layer's dtype. Eager 16-bit PyTorch would round three times more.
 * The row-tile rule: rows are zero-padded to a multiple of `tile_rows` before a product. BLAS libraries take other paths
   for a handful of rows, which would make the bits of a row depend on how many rows came with it.
 
@@ -49,13 +49,20 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def tiled_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile_rows: int) -> Tensor:
-    """x W^T + b with the row-tile rule; [N, I] -> [N, O] in the dtype of its operands."""
-    rows = x_NI.shape[0]
-    padding = align_up(rows, tile_rows) - rows
-    if padding:
-        x_NI = F.pad(x_NI, (0, 0, 0, padding))
+    """x W^T + b with the row-tile rule; [N, I] -> [N, O] in the dtype of its operands.
+
+    Fewer outputs than a tile has rows (few experts, a [1, H] gate) are padded too: a BLAS takes such a product for a
+    matrix-vector one, whose bits depend on N.
+    """
+    rows, outputs = x_NI.shape[0], weight_OI.shape[0]
+    more_rows, more_outputs = align_up(rows, tile_rows) - rows, max(tile_rows - outputs, 0)
+    if more_rows:
+        x_NI = F.pad(x_NI, (0, 0, 0, more_rows))
+    if more_outputs:
+        weight_OI = F.pad(weight_OI, (0, 0, 0, more_outputs))
+        bias_O = None if bias_O is None else F.pad(bias_O, (0, more_outputs))
     y_NO = F.linear(x_NI, weight_OI, bias_O)
-    return y_NO[:rows] if padding else y_NO
+    return y_NO[:rows, :outputs] if more_rows or more_outputs else y_NO
 
 
 def activate(up_NU: Tensor, config: MoEConfig) -> Tensor:
@@ -81,9 +88,7 @@ def _up_cast(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def gemm0(x_NH: Tensor, weights: ExpertWeights, config: MoEConfig) -> Tensor:
     """First product and activation: rows [N, H] -> hidden [N, D], rounded once to the rows' dtype."""
     dtype = accumulate_dtype(x_NH.dtype)
-    up_NU = tiled_linear(
-        x_NH.to(dtype), weights.up_UH.to(dtype), _up_cast(weights.up_bias_U, dtype), config.tile_rows
-    )
+    up_NU = tiled_linear(x_NH.to(dtype), weights.up_UH.to(dtype), _up_cast(weights.up_bias_U, dtype), config.tile_rows)
     return activate(up_NU, config).to(x_NH.dtype)
 
 

@@ -51,7 +51,9 @@ class Routing:
             if not isinstance(value, Tensor):
                 raise TypeError(f"routing.{name} is {type(value).__name__}, expected a tensor of shape {list(want)}")
             if tuple(value.shape) != want:
-                raise ValueError(f"routing.{name} has shape {list(value.shape)}, expected [tokens, top_k] = {list(want)}")
+                raise ValueError(
+                    f"routing.{name} has shape {list(value.shape)}, expected [tokens, top_k] = {list(want)}"
+                )
         if self.expert_SK.is_floating_point() or self.expert_SK.dtype == torch.bool:
             raise TypeError(f"routing.expert_SK is {self.expert_SK.dtype}, expected integers (torch.int64)")
         if not self.weight_SK.is_floating_point():
@@ -158,7 +160,8 @@ def balance_loss(routing: Routing, expert_load_E: Tensor) -> Tensor:
     """Load-balancing loss E * sum_e f_e P_e (Shazeer et al. 2017 in the form of Switch Transformer, section 2.2).
 
     f_e: share of routed rows that went to expert e, over all ranks (no gradient); P_e: mean normalised score of e over
-    this rank's tokens. Linear in P, so the token-weighted mean over ranks is the loss of the whole batch. 1.0 is balanced.
+    this rank's tokens. Linear in P, so the token-weighted mean over ranks is the loss of the whole batch. 1.0 is
+    balanced.
     """
     if routing.scores_SE is None:
         raise ValueError("routing was handed in without scores; the balance loss needs the gate's scores_SE")

@@ -10,8 +10,8 @@ Parameters are named and shaped as in today's Hugging Face experts. In a simulat
 real one (torch.distributed) each process holds the experts of its own slots, and a checkpoint of all of them can be
 loaded with `load_logical_state_dict`.
 
-Gradients: an expert's weight gradient is the sum over all ranks' tokens; router and shared-expert gradients are those of
-this process' tokens, to be averaged by data parallelism as for any dense parameter.
+Gradients: an expert's weight gradient is the sum over all ranks' tokens; router and shared-expert gradients are those
+of this process' tokens, to be reduced by data parallelism as for any dense parameter.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, X local slots.
 """
@@ -21,63 +21,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_ref import backends, balance, gate, pipeline
+from moe_ref import backends, balance, gate
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable, UsageError
-from moe_ref.experts import ExpertWeights, gemm0, gemm1
+from moe_ref.experts import ExpertWeights
 from moe_ref.gate import Routing
+from moe_ref.parameters import Router, SharedExpert, hash_seed
 from moe_ref.placement import Placement
+from moe_ref.stats import LayerStats
 from moe_ref.world import SimulatedWorld, World
-
-
-@dataclass(frozen=True)
-class LayerStats:
-    """What a forward did, over all ranks.
-
-    Attributes:
-        expert_load, expert_load_before_capacity: rows per logical expert, int64 [E].
-        rank_load: rows that each rank computed, int64 [P]; tokens_per_rank: S of each.
-        dropped: routes beyond capacity; bytes_local, bytes_remote: dispatched row bytes that stayed and that crossed.
-        balance_loss, z_loss: differentiable scalars over this process' tokens; None where routing was handed in.
-        record: plan, layout and the time of each stage.
-    """
-
-    expert_load: np.ndarray
-    expert_load_before_capacity: np.ndarray
-    rank_load: np.ndarray
-    tokens_per_rank: np.ndarray
-    dropped: int
-    bytes_local: int
-    bytes_remote: int
-    balance_loss: Tensor | None
-    z_loss: Tensor | None
-    record: pipeline.Record
-
-    @property
-    def max_over_mean(self) -> float:
-        """Load of the busiest rank over the mean; 1.0 is perfect (and an empty batch is)."""
-        mean = float(self.rank_load.mean())
-        return float(self.rank_load.max()) / mean if mean else 1.0
-
-
-class Router(nn.Module):
-    """Parameters of the gate: weight [E, H], optional bias [E], optional buffer selection_bias [E] (fp32)."""
-
-    def __init__(self, config: MoEConfig, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden, dtype=config.torch_dtype, device=device))
-        bias = torch.empty(config.experts, dtype=config.torch_dtype, device=device) if config.router_bias else None
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-        selection = torch.zeros(config.experts, device=device) if config.selection_bias else None
-        self.selection_bias: Tensor | None
-        self.register_buffer("selection_bias", selection)
 
 
 class MoELayer(nn.Module):
@@ -95,6 +53,9 @@ class MoELayer(nn.Module):
         UsageError: placement and config or world don't match; ranks were given different configs or placements.
         BackendUnavailable: the backend can't be used here; the message names the extra or the remedy.
     """
+
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -268,7 +229,7 @@ class MoELayer(nn.Module):
             record = self._backend.forward(self, [part.to(dtype) for part in parts], routings)
             assert record.y_SH is not None
             y = torch.cat(record.y_SH).view(whole.shape) if whole is not None else record.y_SH
-            return (y, self._stats(record)) if return_stats else y
+            return (y, LayerStats.of(record, self.config)) if return_stats else y
 
     def _per_rank(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """Check x and return one [S_p, H] per local rank."""
@@ -314,70 +275,6 @@ class MoELayer(nn.Module):
             return list(routing)
         raise TypeError(f"routing is {type(routing).__name__}, expected a moe_ref.Routing or a list of {len(parts)}")
 
-    def _stats(self, record: pipeline.Record) -> LayerStats:
-        assert record.counts_PE is not None
-        assert record.before_PE is not None
-        assert record.plan is not None
-        assert record.routing is not None
-        assert record.tokens_P is not None
-        sizes_PG = record.plan.quota_by_slot().sum(axis=2)
-        total, local = int(sizes_PG.sum()), int(sizes_PG.trace())
-        load_E = torch.from_numpy(record.before_PE.sum(axis=0))
-        losses: dict[str, Tensor | None] = {"balance": None, "z": None}
-        if all(r.scores_SE is not None for r in record.routing):
-            share = [r.expert_SK.shape[0] for r in record.routing]
-            whole = max(sum(share), 1)
-            losses["balance"] = torch.stack(
-                [gate.balance_loss(r, load_E) * (s / whole) for r, s in zip(record.routing, share, strict=True)]
-            ).sum()
-            losses["z"] = torch.stack(
-                [gate.z_loss(r) * (s / whole) for r, s in zip(record.routing, share, strict=True)]
-            ).sum()
-        return LayerStats(
-            expert_load=record.counts_PE.sum(axis=0),
-            expert_load_before_capacity=record.before_PE.sum(axis=0),
-            rank_load=sizes_PG.sum(axis=0),
-            tokens_per_rank=record.tokens_P,
-            dropped=int(record.before_PE.sum() - record.counts_PE.sum()),
-            bytes_local=local * self.config.row_bytes,
-            bytes_remote=(total - local) * self.config.row_bytes,
-            balance_loss=losses["balance"],
-            z_loss=losses["z"],
-            record=record,
-        )
-
     def extra_repr(self) -> str:
         c = self.config
         return f"hidden={c.hidden}, intermediate={c.intermediate}, experts={c.experts}, top_k={c.top_k}, {self.world}"
-
-
-class SharedExpert(nn.Module):
-    """An always-on expert of its own width, weight 1; with a gate: sigmoid(x w) times its output (Qwen2-MoE)."""
-
-    def __init__(self, config: MoEConfig, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.config = config.replace(interleaved=False)
-        width = config.shared_intermediate
-        rows = 2 * width if config.gated else width
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=config.torch_dtype, device=device))
-
-        self.up_proj = parameter(rows, config.hidden)
-        self.down_proj = parameter(config.hidden, width)
-        self.register_parameter("gate", parameter(1, config.hidden) if config.shared_gate else None)
-
-    def forward(self, x_SH: Tensor) -> Tensor:
-        """[S, H] -> [S, H] in the rows' dtype."""
-        weights = ExpertWeights(self.up_proj.to(x_SH.dtype), self.down_proj.to(x_SH.dtype))
-        out_SH = gemm1(gemm0(x_SH, weights, self.config), weights, self.config)
-        if self.gate is None:
-            return out_SH
-        dtype = gate.accumulate_dtype(x_SH.dtype)
-        scale_S1 = gate.tiled_linear(x_SH.to(dtype), self.gate.to(dtype), None, self.config.tile_rows).sigmoid()
-        return (scale_S1 * out_SH.to(dtype)).to(x_SH.dtype)
-
-
-def hash_seed(seed: int, stream: int) -> int:
-    """Seed of stream `stream`: distinct streams of distinct seeds don't overlap in practice."""
-    return int(np.random.SeedSequence([seed & 0xFFFFFFFF, stream]).generate_state(1, np.uint64)[0] >> 1)

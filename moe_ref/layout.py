@@ -199,7 +199,7 @@ class FixedLayout:
         return _consecutive(start_PX, self.quota_PGX[:, rank])
 
     def home_rows(self, rank: int) -> np.ndarray:
-        """Heap row on home rank `rank` of every result that comes back, in the order (owner, slot, token); int64 [N]."""
+        """Heap row at home of every result that comes back to `rank`, in the order (owner, slot, token); int64."""
         owner_G1, slot_X = np.arange(self.num_ranks)[:, None], np.arange(self.slots)
         start_GX = fixed_row(owner_G1, 1, self.side, slot_X, 0, self.slots, self.capacity)
         return _consecutive(start_GX, self.quota_PGX[rank])

@@ -3,8 +3,8 @@
     gate -> counts -> plan -> dispatch -> gemm0 -> gemm1 -> return -> combine
 
 One function, `run`, is the layer's forward and the instrument of the differential harness: it can keep every
-intermediate, stop after any stage, or take the results of earlier stages instead of computing them. A megakernel does the
-same stages without barriers between them; their order per row is the same.
+intermediate, stop after any stage, or take the results of earlier stages instead of computing them. A megakernel does
+the same stages without barriers between them; their order per row is the same.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, N rows that a rank computes.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_ref.balance.plan import Plan
 from moe_ref.combine import combine, return_rows
-from moe_ref.dispatch import Dispatch, count_routes, dispatch
+from moe_ref.dispatch import count_routes, dispatch
 from moe_ref.errors import UsageError
 from moe_ref.experts import ExpertWeights, gemm0, gemm1
 from moe_ref.gate import Routing, keep_within_capacity
@@ -91,9 +91,8 @@ def route(layer: MoELayer, x_SH: Sequence[Tensor], given: Sequence[Routing] | No
         except (ValueError, TypeError) as error:
             at = f"rank {layer.world.local_ranks[i]}: " if layer.world.num_ranks > 1 else ""
             problem = problem or f"{at}{error}"
-            routings.append(
-                Routing(torch.full((x.shape[0], layer.config.top_k), -1), x.new_zeros(x.shape[0], layer.config.top_k))
-            )
+            nothing = x.new_zeros(x.shape[0], layer.config.top_k)
+            routings.append(Routing(torch.full_like(nothing, -1, dtype=torch.int64), nothing))
     return routings, problem
 
 
@@ -108,7 +107,9 @@ def exchange_counts(layer: MoELayer, record: Record, before: Sequence[Routing], 
     mine = []
     for full, kept in zip(before, record.routing, strict=True):
         head = [int(full.expert_SK.shape[0]), int(bool(problem))]
-        mine.append(np.concatenate([head, count_routes(full.expert_SK, experts), count_routes(kept.expert_SK, experts)]))
+        mine.append(
+            np.concatenate([head, count_routes(full.expert_SK, experts), count_routes(kept.expert_SK, experts)])
+        )
     all_PN = world.gather(np.stack(mine))
     refused = np.flatnonzero(all_PN[:, 1])
     if len(refused):
