@@ -1,0 +1,156 @@
+"""The commands `run` and `info`: the layer on real input, and what its configuration comes to."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import typer
+from rich.table import Table
+
+from moe_ref.config import MoEConfig
+from moe_ref.console import out, print_json, rank_from_environment
+from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.main_job import Job, run_job, trained_layer, world_from
+from moe_ref.report import plot_report, print_report
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command()(run)
+    app.command()(info)
+
+
+def run(
+    ranks: int | None = typer.Option(None, min=1, help="Ranks to simulate (default 4); under torchrun its world size."),
+    tokens: int = typer.Option(2048, min=0, help="Tokens per rank; a token is a byte of text."),
+    experts: int | None = typer.Option(
+        None, min=1, help="Experts; another number than the checkpoint's makes a fresh layer with an untrained gate."
+    ),
+    top_k: int | None = typer.Option(None, min=1, help="Experts per token (default: the checkpoint's)."),
+    layout: str = typer.Option("compact", help="Where rows lie in the symmetric heap: compact or fixed."),
+    backend: str = typer.Option("ref", help="Who computes: ref, unfused, fused, or another that is installed."),
+    capacity_factor: float | None = typer.Option(
+        None, help="Rows per (rank, expert) as a multiple of the mean; beyond it routes are dropped. Default: dropless."
+    ),
+    dtype: str = typer.Option("float32", help="float64, float32, bfloat16 or float16."),
+    text: str = typer.Option("prose", help="Input: prose, code, excerpt, or a file of any bytes."),
+    seed: int = typer.Option(0, min=0, help="Seed of the weights of a fresh layer (see --experts)."),
+    plot: Path | None = typer.Option(None, help="Also draw the report into this file (png, svg, pdf)."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as one JSON object on one line."),
+) -> None:
+    """Send real text through the MoE layer of a trained model on several ranks, and report what happened.
+
+    bytes_local and bytes_remote count the rows of the dispatch; the results travel back the same way.
+    """
+    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype, text, seed)
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: no folder {plot.parent}; make it, or name another")
+    world = world_from(ranks, dict(os.environ))
+    try:
+        report = run_job(job, world)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank_from_environment() == 0:
+        if plot is not None:
+            plot_report(report, plot)
+        if as_json:
+            print_json(report.values)
+        else:
+            print_report(report, out)
+    if not report.correct:
+        raise CheckFailed(
+            f"relative error {report.values['relative_error']:.3g} from the float64 definition, expected at most "
+            f"{report.tolerance:g}; find the stage with moe-ref diff"
+        )
+
+
+def info(
+    ranks: int = typer.Option(4, min=1, help="Ranks that the sizes are for."),
+    tokens: int = typer.Option(2048, min=0, help="Tokens per rank that the sizes are for."),
+    config: Path | None = typer.Option(None, help="JSON file of config fields; default: the shipped model's layer."),
+    experts: int | None = typer.Option(None, min=1, help="Overrides the config's."),
+    top_k: int | None = typer.Option(None, min=1, help="Overrides the config's."),
+    layout: str | None = typer.Option(None, help="Overrides the config's: compact or fixed."),
+    capacity_factor: float | None = typer.Option(None, help="Overrides the config's."),
+    dtype: str | None = typer.Option(None, help="Overrides the config's."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on one line."),
+) -> None:
+    """Show a layer's configuration with every derived size and its formula."""
+    given = {
+        "experts": experts,
+        "top_k": top_k,
+        "layout": layout,
+        "capacity_factor": capacity_factor,
+        "dtype": dtype,
+    }
+    chosen = trained_layer()[0] if config is None else read_config(config)
+    chosen = chosen.replace(**{name: value for name, value in given.items() if value is not None})
+    derived = derived_sizes(chosen, ranks, tokens)
+    if as_json:
+        print_json(
+            {
+                "config": chosen.to_dict(),
+                "ranks": ranks,
+                "tokens": tokens,
+                "derived": {name: value for name, value, _ in derived},
+                "formulas": {name: formula for name, _, formula in derived},
+            }
+        )
+        return
+    table = Table(box=None, pad_edge=False, title="Configuration", title_justify="left", title_style="bold")
+    table.add_column("field")
+    table.add_column("value")
+    for name, value in chosen.to_dict().items():
+        table.add_row(name, str(value))
+    out.print(table)
+    out.print()
+    title = f"Derived sizes for {ranks} ranks, {tokens} tokens each"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table.add_column("size")
+    table.add_column("value", justify="right")
+    table.add_column("formula")
+    for name, value, formula in derived:
+        table.add_row(name, "none" if value is None else f"{value:,}", formula)
+    out.print(table)
+
+
+def read_config(path: Path) -> MoEConfig:
+    """Config from a JSON file of its fields.
+
+    Raises:
+        UsageError: the file is missing, no JSON object, or its fields don't make a config.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"--config {path} can't be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path} holds a {type(values).__name__}, expected an object of config fields")
+    try:
+        return MoEConfig.from_dict(values)
+    except TypeError as error:
+        raise UsageError(f"--config {path} does not make a config: {error}") from error
+
+
+def derived_sizes(config: MoEConfig, ranks: int, tokens: int) -> list[tuple[str, Any, str]]:
+    """(name, value, formula) of everything that `MoEConfig` derives; the formula is the docstring.
+
+    A property depends on the config alone, a method also on `ranks` or `tokens`, as its parameter says.
+    """
+    given = {"ranks": ranks, "tokens": tokens}
+    sizes = []
+    for name, member in vars(MoEConfig).items():
+        formula = " ".join((inspect.getdoc(member) or "").split())
+        if isinstance(member, property) and name != "torch_dtype":
+            sizes.append((name, getattr(config, name), formula))
+        elif inspect.isfunction(member) and not name.startswith("_"):
+            parameters = list(inspect.signature(member).parameters)[1:]
+            if parameters and set(parameters) <= set(given):
+                sizes.append((name, member(config, *(given[p] for p in parameters)), formula))
+    return sizes
