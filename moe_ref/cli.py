@@ -1,15 +1,17 @@
 """The command line: `moe-ref`, also `python -m moe_ref`.
 
-Commands live beside what they drive and are registered here; other distributions add theirs through the entry-point
-group `moe_ref.commands` (each entry is a function that takes the Typer app). Exit codes: 0 done, 1 a check or
-comparison failed, 2 wrong use or missing environment. No Python exception escapes as a traceback unless --debug is
-given.
+Commands live beside what they drive, in modules called `commands` with a function `register(app)`; other distributions
+add theirs through the entry-point group `moe_ref.commands` (each entry is a function that takes the Typer app). Exit
+codes: 0 done, 1 a check or comparison failed, 2 wrong use or missing environment. No Python exception escapes as a
+traceback unless --debug is given.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 from importlib.metadata import entry_points
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
+import moe_ref
 from moe_ref._version import __version__
 from moe_ref.console import err
 from moe_ref.errors import CheckFailed
@@ -31,14 +34,6 @@ app = typer.Typer(
 
 # Typer carries its own copy of click in later versions, so the class is found through what both export.
 _CLICK_EXCEPTION: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
-
-# Modules with a `register(app)` of their own, in the order in which `moe-ref --help` lists their commands.
-_COMMAND_MODULES = (
-    "moe_ref.commands",
-    "moe_ref.runtime.commands",
-    "moe_ref.balance.commands",
-    "moe_ref.train.commands",
-)
 
 
 def _version(value: bool) -> None:
@@ -55,8 +50,15 @@ def _root(
     """Options that belong to every command."""
 
 
+def _command_modules() -> list[str]:
+    """moe_ref.commands, then the module `commands` of every subpackage that has one, in the order of their names."""
+    packages = sorted(module.name for module in pkgutil.iter_modules(moe_ref.__path__, "moe_ref.") if module.ispkg)
+    names = (f"{package}.commands" for package in packages)
+    return ["moe_ref.commands", *(name for name in names if importlib.util.find_spec(name) is not None)]
+
+
 def _register() -> None:
-    for name in _COMMAND_MODULES:
+    for name in _command_modules():
         importlib.import_module(name).register(app)
     for entry in entry_points(group="moe_ref.commands"):
         try:
@@ -80,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
         err.print("interrupted")
         raise SystemExit(130) from None
     except _CLICK_EXCEPTION as error:
-        command = " ".join(["moe-ref", *arguments[:1]]) if arguments and not arguments[0].startswith("-") else "moe-ref"
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "moe-ref"
         _fail(ValueError(f"{_one_line(error.format_message())} (see {command} --help)"), 2, debug)
     except CheckFailed as error:
         _fail(error, 1, debug)

@@ -26,12 +26,12 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    ranks: int | None = typer.Option(None, min=1, help="Ranks to simulate (default 4); under torchrun its world size."),
-    tokens: int = typer.Option(2048, min=0, help="Tokens per rank; a token is a byte of text."),
+    ranks: int | None = typer.Option(None, help="Ranks to simulate (default 4); under torchrun its world size."),
+    tokens: int = typer.Option(2048, help="Tokens per rank; a token is a byte of text."),
     experts: int | None = typer.Option(
-        None, min=1, help="Experts; another number than the checkpoint's makes a fresh layer with an untrained gate."
+        None, help="Experts; another number than the checkpoint's makes a fresh layer with an untrained gate."
     ),
-    top_k: int | None = typer.Option(None, min=1, help="Experts per token (default: the checkpoint's)."),
+    top_k: int | None = typer.Option(None, help="Experts per token (default: the checkpoint's)."),
     layout: str = typer.Option("compact", help="Where rows lie in the symmetric heap: compact or fixed."),
     backend: str = typer.Option("ref", help="Who computes: ref, unfused, fused, or another that is installed."),
     capacity_factor: float | None = typer.Option(
@@ -39,7 +39,7 @@ def run(
     ),
     dtype: str = typer.Option("float32", help="float64, float32, bfloat16 or float16."),
     text: str = typer.Option("prose", help="Input: prose, code, excerpt, or a file of any bytes."),
-    seed: int = typer.Option(0, min=0, help="Seed of the weights of a fresh layer (see --experts)."),
+    seed: int = typer.Option(0, help="Seed of the weights of a fresh layer (see --experts)."),
     plot: Path | None = typer.Option(None, help="Also draw the report into this file (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as one JSON object on one line."),
 ) -> None:
@@ -71,17 +71,19 @@ def run(
 
 
 def info(
-    ranks: int = typer.Option(4, min=1, help="Ranks that the sizes are for."),
-    tokens: int = typer.Option(2048, min=0, help="Tokens per rank that the sizes are for."),
+    ranks: int = typer.Option(4, help="Ranks that the sizes are for."),
+    tokens: int = typer.Option(2048, help="Tokens per rank that the sizes are for."),
     config: Path | None = typer.Option(None, help="JSON file of config fields; default: the shipped model's layer."),
-    experts: int | None = typer.Option(None, min=1, help="Overrides the config's."),
-    top_k: int | None = typer.Option(None, min=1, help="Overrides the config's."),
+    experts: int | None = typer.Option(None, help="Overrides the config's."),
+    top_k: int | None = typer.Option(None, help="Overrides the config's."),
     layout: str | None = typer.Option(None, help="Overrides the config's: compact or fixed."),
     capacity_factor: float | None = typer.Option(None, help="Overrides the config's."),
     dtype: str | None = typer.Option(None, help="Overrides the config's."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on one line."),
 ) -> None:
     """Show a layer's configuration with every derived size and its formula."""
+    if ranks < 1 or tokens < 0:
+        raise UsageError(f"--ranks is {ranks} and --tokens {tokens}, expected at least 1 and 0")
     given = {
         "experts": experts,
         "top_k": top_k,

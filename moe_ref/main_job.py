@@ -147,8 +147,10 @@ def world_from(ranks: int | None, environment: dict[str, str], default: int = 4)
     """The world that torchrun describes, or else `ranks` simulated ranks.
 
     Raises:
-        UsageError: ranks contradicts torchrun's world size.
+        UsageError: ranks is below 1, or contradicts torchrun's world size.
     """
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--ranks is {ranks}, expected at least 1")
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return SimulatedWorld(default if ranks is None else ranks)
     size = int(environment["WORLD_SIZE"])
