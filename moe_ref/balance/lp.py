@@ -8,8 +8,8 @@ Two formulations of the same problem:
   two replicas that is one bounded variable per expert and no equality at all: 0 <= x[e, 0] <= load[e].
 
 The constraint matrix is the placement, so the model is built once; per micro-batch only bounds change. HiGHS then
-starts from the last basis ("warm"). But the optimum is not unique, and a warm start remembers: fed the same loads after
-a different history, two ranks get different x with the same m. Each rank solves alone, so that would tear the plan apart
+starts from the last basis ("warm"). But the optimum is not unique, and a warm start remembers: the same loads after
+another history give another x with the same m. Each rank solves alone, so that would tear the plan apart
 silently. `solve` and `plan` therefore forget (`clearSolver`) before every solve; `warm=True` is for measuring.
 
 What HiGHS returns is believed only after checks: the status of every call, the sums, and m against the certificate of

@@ -1,5 +1,10 @@
 """Expert placement by graph theory (FineMoE, sections 5 and 6)."""
 
-from moe_ref.placement.placement import Placement
+# Placement first: the balance package needs it while the modules below load the balance package.
+from moe_ref.placement.placement import Placement  # isort: skip
+from moe_ref.placement.asymmetric import asymmetric
+from moe_ref.placement.density import Density, max_density
+from moe_ref.placement.names import by_name
+from moe_ref.placement.symmetric import Construction, symmetric
 
-__all__ = ["Placement"]
+__all__ = ["Construction", "Density", "Placement", "asymmetric", "by_name", "max_density", "symmetric"]

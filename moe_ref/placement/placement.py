@@ -94,6 +94,31 @@ class Placement:
         """X: expert slots of the fullest rank; others leave their last slots empty."""
         return max(len(experts) for experts in self.experts_of_rank)
 
+    def check_slots(self, slots: int | None = None) -> None:
+        """Validate that the ranks hold equally many replicas: the memory of a rank is a fixed number of slots.
+
+        Args:
+            slots: replicas that every rank must hold; None for as equal as possible, differing by at most one.
+
+        Raises:
+            ValueError: naming a rank that holds too many or too few, and the numbers that would be legal.
+        """
+        held = [len(experts) for experts in self.experts_of_rank]
+        total = sum(held)
+        if slots is None:
+            low, high = total // self.num_ranks, -(-total // self.num_ranks)
+        else:
+            low = high = slots
+        for rank, count in enumerate(held):
+            if not low <= count <= high:
+                expected = f"{low}" if low == high else f"{low} or {high}"
+                raise ValueError(
+                    f"rank {rank} holds {count} replicas, expected {expected}: {total} replicas on {self.num_ranks} "
+                    f"ranks; equal slots need a multiple of {self.num_ranks} replicas, such as "
+                    f"{max(total // self.num_ranks, 1) * self.num_ranks} or "
+                    f"{(total // self.num_ranks + 1) * self.num_ranks}"
+                )
+
     @cached_property
     def slot_ED(self) -> np.ndarray:
         """Slot of replica j of expert e on its rank, int64 [E, max_replicas]; -1 where there is no such replica."""
