@@ -1,8 +1,8 @@
 """Up to which skew a placement balances perfectly, whatever expert is the popular one.
 
-Popularity follows Zipf's law: the k-th most popular expert has weight k^-s. A replica set can't hold more than its share:
-with d replicas the hottest expert alone breaks perfection when its weight p1 > d / G. That is the limit for any placement
-with d replicas; a good one comes close to it.
+Popularity follows Zipf's law: the k-th most popular expert has weight k^-s. A replica set can't hold more than its
+share: with d replicas the hottest expert alone breaks perfection when its weight p1 > d / G. That is the limit for any
+placement with d replicas; a good one comes close to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def perfect_up_to_zipf(
 
 
 def zipf_limit(num_ranks: int, num_experts: int, replicas: int) -> float:
-    """Largest skew, to 0.01, at which the hottest expert still fits: p1 * G / d <= 1; 3.0 if it always does up to there."""
+    """Largest skew, to 0.01 and at most 3.0, at which the hottest expert still fits: p1 * G / d <= 1."""
     fits = [
         step
         for step in range(round(LARGEST / STEP) + 1)
