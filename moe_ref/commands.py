@@ -1,10 +1,12 @@
-"""The commands `run` and `info`: the layer on real input, and what its configuration comes to."""
+"""The commands `run` and `info`: the layer on real input, and what its configuration comes to.
+
+`diff` and `doctor` live beside what they drive and are registered from here.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,21 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
+from moe_ref import diff_command, doctor
 from moe_ref.config import MoEConfig
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.errors import CheckFailed, UsageError
-from moe_ref.main_job import Job, run_job, trained_layer, world_from
+from moe_ref.main_job import Job, run_job, trained_layer
 from moe_ref.report import plot_report, print_report
+from moe_ref.world import world_for
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command()(run)
     app.command()(info)
+    diff_command.register(app)
+    doctor.register(app)
 
 
 def run(
@@ -50,9 +56,9 @@ def run(
     job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype, text, seed)
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: no folder {plot.parent}; make it, or name another")
-    world = world_from(ranks, dict(os.environ))
+    world, device = world_for(ranks, default=4)
     try:
-        report = run_job(job, world)
+        report = run_job(job, world, device)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

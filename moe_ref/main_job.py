@@ -30,7 +30,7 @@ from moe_ref.layer import LayerStats, MoELayer
 from moe_ref.text import load_text
 from moe_ref.train.checkpoint import tiny_moe
 from moe_ref.train.model import hidden_states, moe_layer
-from moe_ref.world import DistributedWorld, SimulatedWorld, World
+from moe_ref.world import DistributedWorld, World
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest relative error against the definition at which the job counts as correct, per dtype."""
@@ -117,14 +117,13 @@ def logical_weights(job: Job) -> tuple[MoEConfig, dict[str, Tensor], str | None]
     return config, fresh.state_dict(), note
 
 
-def run_job(job: Job, world: World) -> Report:
-    """Run the job; every rank of the world calls this, every rank gets the report.
+def run_job(job: Job, world: World, device: torch.device | str = "cpu") -> Report:
+    """Run the job on `device`; every rank of the world calls this, every rank gets the report.
 
     Raises:
         UsageError, ValueError: the text can't be had, the values make no legal config, or the backend can't run here.
     """
     config, state, untrained = logical_weights(job)
-    device = _device(world)
     layer = MoELayer(config, backend=job.backend, world=world, device=device)
     layer.load_logical_state_dict({name: value.to(device) for name, value in state.items()})
     layer.requires_grad_(False)
@@ -143,33 +142,7 @@ def run_job(job: Job, world: World) -> Report:
     return _report(job, layer, stats, everyone, (untrained, text.note))
 
 
-def world_from(ranks: int | None, environment: dict[str, str], default: int = 4) -> World:
-    """The world that torchrun describes, or else `ranks` simulated ranks.
-
-    Raises:
-        UsageError: ranks is below 1, or contradicts torchrun's world size.
-    """
-    if ranks is not None and ranks < 1:
-        raise UsageError(f"--ranks is {ranks}, expected at least 1")
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
-        return SimulatedWorld(default if ranks is None else ranks)
-    size = int(environment["WORLD_SIZE"])
-    if ranks not in (None, size):
-        raise UsageError(
-            f"--ranks is {ranks}, but torchrun started {size} processes; leave --ranks out or make it {size}"
-        )
-    return DistributedWorld.from_environment()
-
-
 # --- parts of run_job ---------------------------------------------------------------------------------------------
-
-
-def _device(world: World) -> torch.device:
-    """The GPU of this process if there is one and the world can use it, else the CPU."""
-    on_gpu = torch.cuda.is_available()
-    if isinstance(world, DistributedWorld):
-        on_gpu = on_gpu and "nccl" in dist.get_backend(world.group)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _bytes(y_SH: Tensor) -> bytes:
@@ -222,7 +195,7 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
     values = {
         "backend": layer.backend,
         "world": "distributed" if isinstance(layer.world, DistributedWorld) else "simulated",
-        "device": str(layer.router.weight.device.type),
+        "device": layer.router.weight.device.type,
         "text": job.text,
         "trained_gate": notes[0] is None,
         "ranks": ranks,
