@@ -94,6 +94,10 @@ class TileShape:
         """Column tiles of GEMM1: ceil(H / tile_columns)"""
         return ceil_div(self.hidden, self.tile_columns)
 
+    def result_columns(self, column: int) -> int:
+        """Columns of result tile `column`: tile_columns, fewer in the last one if it doesn't divide H."""
+        return min(self.tile_columns, self.hidden - column * self.tile_columns)
+
     @property
     def row_bytes(self) -> int:
         """H * element_size"""
@@ -195,7 +199,7 @@ class Gemm1:
 
     def cost(self, shape: TileShape) -> Cost:
         """2 T D tile_columns operations; only routed rows are put back, padding stays."""
-        element, columns = shape.element_size, min(shape.tile_columns, shape.hidden)
+        element, columns = shape.element_size, shape.result_columns(self.column_tile)
         moved = (shape.tile_rows + shape.tile_columns) * shape.intermediate + (self.rows - self.remote_rows) * columns
         wire = self.remote_rows * columns * element
         return Cost(2 * shape.tile_rows * shape.intermediate * shape.tile_columns, moved * element, wire)

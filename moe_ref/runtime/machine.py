@@ -1,0 +1,219 @@
+"""The cost model: what a machine needs for a tile, a message, a launch.
+
+A `Machine` is a dozen numbers, each with its source. They come in three kinds, marked in the presets below:
+measured (on 2 x H200, bf16, CUDA 13.0, recorded with the figures in `moe_ref.runtime.recorded`), fitted to those
+records by `moe_ref.runtime.calibrate`, and stated by a data sheet, scaled by the efficiency measured on the H200.
+
+Letters: P ranks, H hidden, D intermediate, T tile rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from moe_ref.errors import UsageError
+from moe_ref.runtime.tasks import Combine, Gemm0, Gemm1, TileShape
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Parameters of one machine; times in microseconds, rates per second and GPU.
+
+    Attributes:
+        name: of the preset.
+        gpus: ranks that it has; gpus_per_node: of them share one NVLink domain.
+        sms: streaming multiprocessors; the megakernel's OS block takes one, the others are processors.
+        flops_16: sustained FLOP/s of full 128 x 256 tiles in bf16 or fp16, all SMs together.
+        flops_32: the same in fp32 inputs (TF32 tensor cores).
+        memory_bytes_per_s: device memory, read plus write. memory_bytes: its size.
+        link_bytes_per_s, link_us: NVLink, one direction, payload of peer stores; latency of a put with its signal.
+        nic_bytes_per_s, nic_us: the same between nodes, per GPU.
+        copy_bytes_per_s: rows that the auxiliary warps copy inside the GPU.
+        tile_us: what a tile costs beyond its arithmetic: pipeline fill and the exposed part of the epilogue.
+        scheduler_us, scheduler_task_us: from "ready and idle" to the mail being read; and between two mails.
+        subscriber_us, subscriber_task_us: from a signal to "ready"; and between two of them.
+        mailbox: mails that a processor holds, the running task included.
+        gate_us, plan_us: fixed part of the gate (softmax, top-k, counting); offsets from the counts.
+        launch_us: from the host's call to the first instruction, paid once per megakernel.
+        gap_us: per operation of a multi-kernel chain: launch, drain and refill of the GPU.
+        sync_us: host reads sizes back from the device.
+        collective_us, collective_bytes_per_s: a library's all-to-all: fixed time, and payload rate in one direction.
+        pass_bytes_per_s: elementwise, sort and scatter passes of a chain of library operations.
+        chain_tile_us: like tile_us, in a library's grouped GEMM.
+    """
+
+    name: str
+    gpus: int
+    gpus_per_node: int
+    sms: int
+    flops_16: float
+    flops_32: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    link_us: float = 2.0
+    nic_bytes_per_s: float = 45e9
+    nic_us: float = 6.0
+    copy_bytes_per_s: float = 1.0e12
+    tile_us: float = 1.0
+    scheduler_us: float = 1.0
+    scheduler_task_us: float = 0.02
+    subscriber_us: float = 1.0
+    subscriber_task_us: float = 0.02
+    mailbox: int = 2
+    gate_us: float = 8.0
+    plan_us: float = 3.0
+    launch_us: float = 5.0
+    gap_us: float = 5.0
+    sync_us: float = 25.0
+    collective_us: float = 30.0
+    collective_bytes_per_s: float = 300e9
+    pass_bytes_per_s: float = 1.0e12
+    chain_tile_us: float = 1.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "name":
+                continue
+            may_be_zero = f.name.endswith("_us")
+            if not np.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+                raise ValueError(f"{f.name} of machine {self.name} is {value}, expected a finite number above 0")
+        if self.sms < 2:
+            raise ValueError(f"sms of machine {self.name} is {self.sms}; one processor and the OS block need 2")
+
+    @property
+    def processors(self) -> int:
+        """Blocks that compute: all SMs but the OS block's."""
+        return self.sms - 1
+
+    def flops(self, element_size: int) -> float:
+        """Sustained FLOP/s for elements of this size."""
+        return self.flops_16 if element_size <= 2 else self.flops_32
+
+    def same_node(self, a: int, b: int) -> bool:
+        """Whether two ranks share an NVLink domain."""
+        return a // self.gpus_per_node == b // self.gpus_per_node
+
+    def gate_time(self, tokens: int, experts: int, shape: TileShape) -> float:
+        """Router product, softmax, top-k and counting of one rank, spread over all SMs; us."""
+        flops = 2 * tokens * shape.hidden * experts
+        moved = tokens * shape.row_bytes
+        return self.gate_us + 1e6 * max(flops / self.flops(shape.element_size), moved / self.memory_bytes_per_s)
+
+    def gemm_time(self, shape: TileShape, inner: int, row_tiles_of_expert: float, overhead_us: float) -> float:
+        """One T x tile_columns tile with inner length H (GEMM0) or D (GEMM1); us.
+
+        Arithmetic at the SM's share of the rate, or the weights' way from memory at the SM's share of the bandwidth,
+        whichever takes longer. Row tiles of one expert run at about the same time, so its weights are read from memory
+        once and from the L2 cache by the others.
+        """
+        flops = 2 * shape.tile_rows * inner * shape.tile_columns
+        weights = inner * shape.tile_columns * shape.element_size / row_tiles_of_expert
+        arithmetic = flops / self.flops(shape.element_size)
+        return overhead_us + 1e6 * self.sms * max(arithmetic, weights / self.memory_bytes_per_s)
+
+    def gemm0_time(self, task: Gemm0, shape: TileShape, row_tiles_of_expert: float) -> float:
+        """Duration of a GEMM0 task; us."""
+        return self.gemm_time(shape, shape.hidden, row_tiles_of_expert, self.tile_us)
+
+    def gemm1_time(self, task: Gemm1, shape: TileShape, row_tiles_of_expert: float) -> float:
+        """Duration of a GEMM1 task; us."""
+        return self.gemm_time(shape, shape.intermediate, row_tiles_of_expert, self.tile_us)
+
+    def combine_time(self, task: Combine, shape: TileShape) -> float:
+        """Duration of a Combine task: bound by memory; us."""
+        return self.tile_us + 1e6 * self.sms * task.cost(shape).memory_bytes / self.memory_bytes_per_s
+
+    def replace(self, **changes: Any) -> Machine:
+        """A copy with some parameters changed, checked again."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What real machines add. All of it is drawn from the seed.
+
+    Attributes:
+        jitter: relative spread (log-normal sigma) of every task's and every message's duration.
+        launch_jitter_us: ranks start up to this much apart.
+        straggler: rank whose tasks take `slowdown` times as long; -1 for none.
+        seed: of the generator.
+    """
+
+    jitter: float = 0.0
+    launch_jitter_us: float = 0.0
+    straggler: int = -1
+    slowdown: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.jitter <= 5:
+            raise ValueError(f"jitter is {self.jitter}, expected 0 (none) to 5")
+        if self.launch_jitter_us < 0 or self.slowdown < 1:
+            raise ValueError("launch_jitter_us must be at least 0 and slowdown at least 1")
+
+    def speed(self, rank: int) -> float:
+        """Factor on the durations of a rank."""
+        return self.slowdown if rank == self.straggler else 1.0
+
+    def factors(self, stream: int, count: int) -> list[float]:
+        """`count` jitter factors with median 1; ones if there is no jitter."""
+        if self.jitter == 0:
+            return [1.0] * count
+        return np.random.default_rng((self.seed, stream)).lognormal(0.0, self.jitter, count).tolist()
+
+    def starts(self, ranks: int) -> list[float]:
+        """Start of each rank after the first one; us."""
+        if self.launch_jitter_us == 0:
+            return [0.0] * ranks
+        return np.random.default_rng((self.seed, 7)).uniform(0, self.launch_jitter_us, ranks).tolist()
+
+
+# --- presets -------------------------------------------------------------------------------------------------------
+
+_H200 = Machine(
+    name="h200-2",
+    gpus=2,
+    gpus_per_node=8,
+    sms=132,
+    flops_16=810e12,
+    flops_32=405e12,
+    memory_bytes_per_s=4.3e12,
+    memory_bytes=141e9,
+    link_bytes_per_s=300e9,
+)
+
+PRESETS: dict[str, Machine] = {
+    "h200-2": _H200,
+    "h200-8": _H200.replace(name="h200-8", gpus=8),
+    "h100-8": _H200.replace(name="h100-8", gpus=8, memory_bytes_per_s=3.0e12, memory_bytes=80e9),
+    "h100-8x8": _H200.replace(name="h100-8x8", gpus=64, memory_bytes_per_s=3.0e12, memory_bytes=80e9),
+    "a100-8": _H200.replace(
+        name="a100-8",
+        gpus=8,
+        sms=108,
+        flops_16=255e12,
+        flops_32=128e12,
+        memory_bytes_per_s=1.8e12,
+        memory_bytes=80e9,
+        link_bytes_per_s=200e9,
+        collective_bytes_per_s=200e9,
+        nic_bytes_per_s=22e9,
+    ),  # fmt: skip
+}
+"""Filled with sources below once calibrated; see the docstring of `machine`."""
+
+
+def machine(name: str) -> Machine:
+    """The preset of this name.
+
+    Raises:
+        UsageError: there is none; the message lists them.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"machine {name!r} is not known; presets: {', '.join(PRESETS)}")
+    return PRESETS[name]
