@@ -18,6 +18,7 @@ Letters: N rows, H hidden, D intermediate, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +66,23 @@ def tiled_linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile_ro
     return y_NO[:rows, :outputs] if more_rows or more_outputs else y_NO
 
 
+def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    """function(value) for a transcendental function of single elements, with bits that don't depend on the shape.
+
+    Vector loops finish the last few elements of a tensor with another, scalar formula; here those are padding.
+    """
+    flat, count = value.reshape(-1), value.numel()
+    padding = align_up(count, 64) - count
+    return (
+        function(F.pad(flat, (0, padding)))[:count].view(value.shape) if padding else function(flat).view(value.shape)
+    )
+
+
 def activate(up_NU: Tensor, config: MoEConfig) -> Tensor:
     """Activation on accumulators: [N, 2D] or [N, D] -> [N, D], no rounding."""
     act = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
     if not config.gated:
-        return act[config.activation](up_NU)
+        return elementwise(act[config.activation], up_NU)
     if config.interleaved:
         gate_ND, up_ND = up_NU[:, 0::2], up_NU[:, 1::2]
     else:
@@ -77,8 +90,8 @@ def activate(up_NU: Tensor, config: MoEConfig) -> Tensor:
     if config.activation == "clamped_swiglu":
         gate_ND = gate_ND.clamp(max=config.clamp_limit)
         up_ND = up_ND.clamp(-config.clamp_limit, config.clamp_limit)
-        return (up_ND + 1) * (gate_ND * torch.sigmoid(config.clamp_alpha * gate_ND))
-    return act[config.activation](gate_ND) * up_ND
+        return (up_ND + 1) * (gate_ND * elementwise(torch.sigmoid, config.clamp_alpha * gate_ND))
+    return elementwise(act[config.activation], gate_ND) * up_ND
 
 
 def _up_cast(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ref.config import MoEConfig
-from moe_ref.experts import accumulate_dtype, tiled_linear
+from moe_ref.experts import accumulate_dtype, elementwise, tiled_linear
 
 MASKED = -1
 """Expert id of a route that contributes nothing."""
@@ -43,6 +43,11 @@ class Routing:
     weight_SK: Tensor
     logits_SE: Tensor | None = None
     scores_SE: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Routing:
+        """The same routing on another device."""
+        moved = [None if t is None else t.to(device) for t in (self.logits_SE, self.scores_SE)]
+        return Routing(self.expert_SK.to(device), self.weight_SK.to(device), *moved)
 
     def check(self, config: MoEConfig, tokens: int) -> None:
         """Raise ValueError or TypeError unless this routes `tokens` tokens of a layer with this config."""
@@ -111,14 +116,14 @@ def gate(
     dtype = accumulate_dtype(x_SH.dtype)
     bias = None if bias_E is None else bias_E.to(dtype)
     logits_SE = tiled_linear(x_SH.to(dtype), weight_EH.to(dtype), bias, config.tile_rows)
-    finite_SE = logits_SE.isfinite()
+    finite_SE = logits_SE.detach().isfinite()
     if not bool(finite_SE.all()):
         s, e = (int(i) for i in (~finite_SE).nonzero()[0])
         raise ValueError(
-            f"the gate's logit of token {s} for expert {e} is {float(logits_SE[s, e])}, expected a finite number; "
-            "look for NaN or infinity in the hidden states or the router weight"
+            f"the gate's logit of token {s} for expert {e} is {float(logits_SE.detach()[s, e])}, expected a finite "
+            "number; look for NaN or infinity in the hidden states or the router weight"
         )
-    scores_SE = logits_SE.softmax(dim=-1) if config.scoring == "softmax" else logits_SE.sigmoid()
+    scores_SE = logits_SE.softmax(dim=-1) if config.scoring == "softmax" else elementwise(torch.sigmoid, logits_SE)
 
     choice_SE = logits_SE if config.top_k_order == "before_scores" else scores_SE
     choice_SE = choice_SE.detach()
@@ -130,7 +135,7 @@ def gate(
 
     if config.top_k_order == "before_scores":
         chosen_SK = logits_SE.gather(1, expert_SK)
-        weight_SK = chosen_SK.softmax(dim=-1) if config.scoring == "softmax" else chosen_SK.sigmoid()
+        weight_SK = chosen_SK.softmax(dim=-1) if config.scoring == "softmax" else elementwise(torch.sigmoid, chosen_SK)
     else:
         weight_SK = scores_SE.gather(1, expert_SK)
     if config.renormalize:

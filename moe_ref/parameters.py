@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ref.config import MoEConfig
-from moe_ref.experts import ExpertWeights, accumulate_dtype, gemm0, gemm1, tiled_linear
+from moe_ref.experts import ExpertWeights, accumulate_dtype, elementwise, gemm0, gemm1, tiled_linear
 
 
 class Router(nn.Module):
@@ -53,8 +53,8 @@ class SharedExpert(nn.Module):
         if self.gate is None:
             return out_SH
         dtype = accumulate_dtype(x_SH.dtype)
-        scale_S1 = tiled_linear(x_SH.to(dtype), self.gate.to(dtype), None, self.config.tile_rows).sigmoid()
-        return (scale_S1 * out_SH.to(dtype)).to(x_SH.dtype)
+        scale_S1 = tiled_linear(x_SH.to(dtype), self.gate.to(dtype), None, self.config.tile_rows)
+        return (elementwise(torch.sigmoid, scale_S1) * out_SH.to(dtype)).to(x_SH.dtype)
 
 
 def hash_seed(seed: int, stream: int) -> int:

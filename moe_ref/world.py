@@ -50,6 +50,11 @@ class World(ABC):
     def agree(self, what: str, value: str) -> None:
         """Raise UsageError on every rank unless all ranks hold the same `value`."""
 
+    def gather_flags(self, flag: bool) -> list[int]:
+        """Ranks whose process raised `flag`, the same list on every rank."""
+        flags_P1 = self.gather(np.full((len(self.local_ranks), 1), int(flag)))
+        return np.flatnonzero(flags_P1[:, 0]).tolist()
+
     def split(self, value: Tensor) -> list[Tensor]:
         """Cut dimension 0 into one part per local rank, as evenly as possible (the first parts get one more)."""
         count = len(self.local_ranks)
@@ -174,3 +179,24 @@ def _all_to_all(rows_NH: Tensor, send: list[int], receive: list[int], group: Any
     out_NH = rows_NH.new_empty(sum(receive), rows_NH.shape[1])
     dist.all_to_all_single(out_NH.view(torch.uint8), rows_NH.view(torch.uint8), receive, send, group=group)
     return out_NH
+
+
+def world_for(ranks: int | None, default: int) -> tuple[World, torch.device]:
+    """The world that a command runs in, and the device of its tensors.
+
+    Under torchrun it is the real one, and `ranks` must be its size or None; otherwise `ranks` simulated ranks (default
+    if None). The device is the process' GPU if there is one, else the CPU.
+
+    Raises:
+        UsageError: `ranks` contradicts torchrun's world, or is below 1.
+    """
+    size = os.environ.get("WORLD_SIZE")
+    if size is None:
+        world: World = SimulatedWorld(default if ranks is None else ranks)
+    else:
+        if ranks is not None and ranks != int(size):
+            raise UsageError(f"--ranks is {ranks}, but torchrun started {size} processes; leave --ranks out")
+        world = DistributedWorld.from_environment()
+    return world, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(
+        "cpu"
+    )

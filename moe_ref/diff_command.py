@@ -1,0 +1,79 @@
+"""`moe-ref diff`: compare two backends on one layer, stage by stage and tile by tile."""
+
+from __future__ import annotations
+
+import typer
+from rich.markup import escape
+
+from moe_ref import backends, cases
+from moe_ref.config import MoEConfig
+from moe_ref.console import out, print_json, rank_from_environment
+from moe_ref.diff import compare
+from moe_ref.errors import UsageError
+from moe_ref.layer import MoELayer
+from moe_ref.world import world_for
+
+
+def register(app: typer.Typer) -> None:
+    """Add `diff` to the command line."""
+
+    @app.command()
+    def diff(
+        backend: str = typer.Option("ref", help="The backend under test."),
+        against: str = typer.Option("ref", help="The backend that is right by assumption."),
+        ranks: int | None = typer.Option(None, help="Simulated ranks; under torchrun the world decides. [default: 2]"),
+        tokens: int = typer.Option(256, help="Tokens per rank."),
+        hidden: int = typer.Option(256, help="H"),
+        intermediate: int = typer.Option(256, help="D"),
+        experts: int = typer.Option(8, help="E"),
+        top_k: int = typer.Option(2, help="K"),
+        activation: str = typer.Option("silu", help="relu, gelu, silu or clamped_swiglu."),
+        gated: bool = typer.Option(True, help="Gated or plain FFN."),
+        dtype: str = typer.Option("float32", help="float64, float32, bfloat16 or float16."),
+        layout: str = typer.Option("compact", help="compact or fixed."),
+        kind: str = typer.Option(
+            "gate", help="'gate' routes with the layer's gate; or one of " + ", ".join(cases.KINDS)
+        ),
+        start_from: str | None = typer.Option(None, help="Feed this stage the other side's results."),
+        stop_after: str = typer.Option("combine", help="Last stage to compare."),
+        tile_rows: int = typer.Option(128, help="Height of the tiles in the report."),
+        seed: int = typer.Option(0, help="Of weights, tokens and routing."),
+        json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    ) -> None:
+        """Compare every intermediate of two backends; exit code 1 if they differ by more than the tolerance."""
+        if tokens < 0:
+            raise UsageError(f"--tokens is {tokens}, expected at least 0")
+        for name in (backend, against):
+            backends.get(name)
+        config = MoEConfig.from_dict(
+            {
+                "hidden": hidden,
+                "intermediate": intermediate,
+                "experts": experts,
+                "top_k": top_k,
+                "activation": activation,
+                "gated": gated,
+                "dtype": dtype,
+                "layout": layout,
+                "max_tokens": max(tokens, 1),
+            }
+        )
+        world, device = world_for(ranks, default=2)
+        layer = MoELayer(config, world=world, seed=seed, device=device)
+        x_SH = [cases.make_tokens(tokens, config, seed * 1000 + rank).to(device) for rank in world.local_ranks]
+        routing = None
+        if kind != "gate":
+            routing = [
+                cases.make_routing(kind, tokens, config, seed * 1000 + rank, layer.placement).to(device)
+                for rank in world.local_ranks
+            ]
+        report = compare(
+            backend, against, layer, x_SH, routing, tile_rows=tile_rows, start_from=start_from, stop_after=stop_after
+        )
+        wrong_ranks = world.gather_flags(not report.ok)
+        if json:
+            print_json({**report.to_dict(), "ranks": world.num_ranks, "wrong_ranks": wrong_ranks})
+        elif rank_from_environment() == 0 or not report.ok:
+            out.print(escape(str(report)), highlight=False, soft_wrap=True)
+        if wrong_ranks:
+            raise typer.Exit(1)

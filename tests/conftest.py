@@ -1,0 +1,44 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from moe_ref.doctor import rows_are_invariant
+
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("thorough", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Bit-for-bit claims fix the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def same_rows():
+    """Asserts that two tensors have the same bits, or on a BLAS that mixes rows agree to 1e-6 (and says so)."""
+    invariant = {dtype: rows_are_invariant(dtype) for dtype in (torch.float32, torch.float64)}
+
+    def check(a: torch.Tensor, b: torch.Tensor) -> None:
+        a, b = a.detach(), b.detach()
+        dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+        if invariant[dtype]:
+            assert torch.equal(a, b), f"bits differ, largest difference {float((a - b).abs().max())}"
+        else:
+            print("this BLAS does not keep the bits of a row; comparing norm-wise to 1e-6")
+            assert float((a - b).double().norm()) <= 1e-6 * float(b.double().norm())
+
+    return check
