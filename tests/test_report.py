@@ -86,5 +86,5 @@ def test_picture(report: Report, ending: str, tmp_path: Path) -> None:
 def test_picture_that_can_not_be_written(report: Report, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ends in '.doc', expected one of .*png"):
         plot_report(report, tmp_path / "x.doc")
-    with pytest.raises(UsageError, match="no folder .*; make it, or name another"):
+    with pytest.raises(UsageError, match=r"no folder .*; make it, or name another"):
         plot_report(report, tmp_path / "gone" / "x.png")

@@ -78,22 +78,22 @@ def test_no_bytes_wanted(tmp_path: Path) -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no file .*gone.txt; expected a path, or one of prose, code, excerpt"):
         text.load_text(str(tmp_path / "gone.txt"), 10)
-    with pytest.raises(UsageError, match="is a folder, expected a file"):
+    with pytest.raises(UsageError, match=r"is a folder, expected a file"):
         text.load_text(str(tmp_path), 10)
     empty = tmp_path / "empty"
     empty.touch()
     with pytest.raises(UsageError, match=r"is empty; expected a file of at least one byte"):
         text.load_text(str(empty), 10)
-    with pytest.raises(ValueError, match="length is -1, expected at least 0"):
+    with pytest.raises(ValueError, match=r"length is -1, expected at least 0"):
         text.load_text("prose", -1)
 
 
 def test_python_without_the_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     text.prose.cache_clear()
-    with pytest.raises(UsageError, match="no pydoc_data.topics.*use --text excerpt"):
+    with pytest.raises(UsageError, match=r"no pydoc_data.topics.*use --text excerpt"):
         text.prose()
     monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
     text.code.cache_clear()
-    with pytest.raises(UsageError, match="no source files of the standard library.*use --text prose"):
+    with pytest.raises(UsageError, match=r"no source files of the standard library.*use --text prose"):
         text.code()
