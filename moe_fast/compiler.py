@@ -1,0 +1,109 @@
+"""Compile a kernel variant, keep it on disk, load it again; also ahead of time, on a machine without a GPU.
+
+A compiled variant is one object file (host launch code and cubin together), stored under
+
+    $MOE_REF_CACHE or ~/.cache/moe-ref/kernels / <shape>-<key>.o
+
+where the key is a hash of the shape, the kernel's sources and the DSL's version: a file that is found is right. What
+`moe-ref compile` writes on a build machine is what a GPU machine loads instead of compiling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from moe_fast.kernel.shapes import KernelShape
+from moe_ref.errors import BackendUnavailable
+
+ARCH = "sm_90a"
+SYMBOL = "moe_megakernel"
+
+
+def import_cutlass() -> Any:
+    """The CuTe DSL, set to compile for Hopper whatever this machine has.
+
+    Raises:
+        BackendUnavailable: it isn't installed.
+    """
+    os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
+    try:
+        import cutlass.cute
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the CuTe DSL does not import ({error}); pip install 'moe-ref[fused]' (nvidia-cutlass-dsl, not nvidia-cutlass)"
+        ) from error
+    return cutlass.cute
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels live: $MOE_REF_CACHE, else ~/.cache/moe-ref/kernels."""
+    return Path(os.environ.get("MOE_REF_CACHE") or Path.home() / ".cache" / "moe-ref" / "kernels")
+
+
+@cache
+def source_digest() -> str:
+    """Hash of everything that decides the code of a kernel, apart from its shape."""
+    import moe_ref.layout
+    import moe_ref.runtime.encoding
+
+    digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
+    files = [*sorted((Path(__file__).parent / "kernel").glob("*.py"))]
+    files += [Path(moe_ref.layout.__file__), Path(moe_ref.runtime.encoding.__file__)]
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def object_path(shape: KernelShape, folder: Path | None = None) -> Path:
+    """File of a compiled variant."""
+    key = hashlib.sha256((source_digest() + repr(shape)).encode()).hexdigest()[:16]
+    return (folder or cache_folder()) / f"{shape.name}-{key}.o"
+
+
+def compile_shape(shape: KernelShape) -> Any:
+    """Compile now; returns the DSL's compiled function (needs no GPU)."""
+    cute = import_cutlass()
+    import cuda.bindings.driver as cuda
+    from cutlass import Int32, Int64
+
+    from moe_fast.kernel.megakernel import MegaKernel
+    from moe_fast.kernel.signals import Args
+
+    fakes = [Int64(1 << 20) if "Int64" in str(kind) else Int32(1) for kind in Args.__annotations__.values()]
+    address = Int64(1 << 20)
+    return cute.compile(
+        MegaKernel(shape), Args(*fakes), address, address, address, address, Int32(1), Int32(1), cuda.CUstream(0)
+    )
+
+
+def compile_to_file(shape: KernelShape, folder: Path | None = None) -> Path:
+    """Compile unless the file exists; returns it."""
+    path = object_path(shape, folder)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = compile_shape(shape).dump_to_object(SYMBOL)
+        # written beside and moved into place: another rank may be looking for the same file
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    return path
+
+
+@cache
+def load(shape: KernelShape, folder: Path | None = None) -> Any:
+    """The callable of a variant, from disk if it is there, else compiled and written there first.
+
+    Set MOE_REF_NO_CACHE=1 to compile in this process and touch no file.
+    """
+    cute = import_cutlass()
+    if os.environ.get("MOE_REF_NO_CACHE") == "1":
+        return compile_shape(shape)
+    path = compile_to_file(shape, folder)
+    module = cute.runtime.load_module(str(path))
+    return getattr(module, SYMBOL)

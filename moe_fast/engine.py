@@ -1,0 +1,288 @@
+"""One layer's kernel with its buffers: what a call needs, allocated once.
+
+The engine knows addresses and sizes, not layers: `backend.py` maps a `MoELayer` onto it.
+
+Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, R rows of the dispatch buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast import compiler
+from moe_fast.heap import Heap
+from moe_fast.kernel.shapes import (
+    KernelShape,
+    PlanWord,
+    Region,
+    Status,
+    buffer_rows,
+    counter_words,
+    heap_regions,
+    workspace_regions,
+)
+from moe_ref.errors import UsageError
+from moe_ref.layout import ceil_div
+
+DEADLINE_S = 10.0
+"""Default deadline of every wait inside the kernel."""
+
+
+class MegakernelError(RuntimeError):
+    """The kernel reported a failure; later calls are refused until `Engine.recover`."""
+
+
+class MegakernelTimeout(MegakernelError):
+    """A wait inside the kernel ran past its deadline: names the rank, the role, what it waited for and how far it was."""
+
+
+class MegakernelInputError(MegakernelError, ValueError):
+    """Input that only the device could see to be wrong: a logit that isn't finite, an expert id out of range."""
+
+
+@dataclass
+class Buffers:
+    """What the last call left in memory, for comparison; all in the order of the compact layout."""
+
+    expert_SK: Tensor
+    weight_SK: Tensor
+    counts_PE: Tensor
+    rows_RH: Tensor
+    hidden_RD: Tensor
+    returned_NH: Tensor
+    row_tiles: int
+
+
+class Engine:
+    """Compiled kernel, symmetric heap, workspace.
+
+    Args:
+        shape: the variant.
+        heap: symmetric memory of `heap_bytes(shape, max_tokens)` bytes.
+        max_tokens: largest S.
+        deadline_s: of every wait in the kernel.
+
+    Raises:
+        UsageError: the device isn't a Hopper GPU, or the heap is too small.
+    """
+
+    def __init__(self, shape: KernelShape, heap: Heap, max_tokens: int, deadline_s: float = DEADLINE_S) -> None:
+        self.shape, self.heap, self.max_tokens = shape, heap, max_tokens
+        self.deadline_s = deadline_s
+        device = heap.device
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) != (9, 0):
+            raise UsageError(
+                f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the megakernel uses "
+                "wgmma and TMA and needs 9.0 (H100, H200)"
+            )
+        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self.in_heap, heap_bytes = heap_regions(shape, max_tokens)
+        if heap.size < heap_bytes:
+            raise UsageError(
+                f"the symmetric heap has {heap.size} bytes, this layer needs {heap_bytes}; lower max_tokens"
+            )
+        self.in_workspace, size = workspace_regions(shape, max_tokens, self.blocks)
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        self.trace = torch.zeros(16, dtype=torch.int64, device=device)
+        self.rows = buffer_rows(shape, max_tokens)
+        self.counter_words = counter_words(shape, max_tokens, self.blocks)
+        self.function = compiler.load(shape)
+        self._fixed = self._fixed_arguments()
+
+    def address(self, name: str) -> int:
+        """Address of a workspace region."""
+        return self.workspace.data_ptr() + self.in_workspace[name].offset
+
+    def _fixed_arguments(self) -> dict[str, int]:
+        at = {f"{name}_at": region.offset for name, region in self.in_heap.items()}
+        names = (
+            "expert weight index send histogram row_shift list_start plan tile_slot tile_rows arrived_target "
+            "back_target counters control"
+        )
+        at |= {name: self.address(name) for name in names.split()}
+        return at | {
+            "peers": self.heap.peers.data_ptr(),
+            "heap": self.heap.base,
+            "record": self.record.data_ptr(),
+            "trace": self.trace.data_ptr(),
+            "max_tokens": self.max_tokens,
+            "rows": self.rows,
+            "rank": self.heap.rank,
+            "counter_words": self.counter_words,
+            "token_tiles": ceil_div(max(self.max_tokens, 1), 32),
+        }
+
+    def launch(
+        self,
+        x_SH: Tensor,
+        router_EH: Tensor,
+        first_XUH: Tensor,
+        second_XHD: Tensor,
+        *,
+        selection_bias_E: Tensor | None = None,
+        expert_SK: Tensor | None = None,
+        weight_SK: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Enqueue one forward on the current stream; one kernel, nothing else. Returns y [S, H].
+
+        x, router and weights are contiguous and of the shape's dtype; expert_SK int64 and weight_SK fp32 hand the
+        routing in.
+
+        Raises:
+            UsageError: S over max_tokens.
+            MegakernelError: an earlier call failed.
+        """
+        import cuda.bindings.driver as cuda
+        from cutlass import Int32, Int64
+
+        from moe_fast.kernel.signals import Args
+
+        self.raise_if_failed()
+        tokens = x_SH.shape[0]
+        if tokens > self.max_tokens:
+            raise UsageError(f"S is {tokens} tokens, but the buffers were sized for max_tokens={self.max_tokens}")
+        y_SH = torch.empty_like(x_SH) if out is None else out
+        spare = self.workspace.data_ptr()
+        values = self._fixed | {
+            "x": x_SH.data_ptr() if tokens else spare,
+            "y": y_SH.data_ptr() if tokens else spare,
+            "bias": spare if selection_bias_E is None else selection_bias_E.data_ptr(),
+            "given_expert": spare if expert_SK is None else expert_SK.data_ptr(),
+            "given_weight": spare if weight_SK is None else weight_SK.data_ptr(),
+            "deadline": int(self.deadline_s * 1e9),
+            "tokens": tokens,
+            "given": int(expert_SK is not None),
+        }
+        arguments = [
+            (Int64 if "Int64" in str(kind) else Int32)(values[name]) for name, kind in Args.__annotations__.items()
+        ]
+        stream = torch.cuda.current_stream(self.heap.device).cuda_stream
+        self.function(
+            Args(*arguments),
+            Int64(router_EH.data_ptr()),
+            Int64(first_XUH.data_ptr()),
+            Int64(second_XHD.data_ptr()),
+            Int64(self.address("hidden")),
+            Int32(first_XUH.shape[0]),
+            Int32(self.blocks),
+            cuda.CUstream(stream),
+        )
+        return y_SH
+
+    # --- failures -----------------------------------------------------------------------------------------------
+
+    def raise_if_failed(self) -> None:
+        """Look at the error record, which the kernel writes into host memory: no synchronisation, no device call.
+
+        Raises:
+            MegakernelTimeout, MegakernelInputError: what a call that has ended reported.
+        """
+        from moe_fast.kernel.signals import ROLES, WAITS
+
+        if not bool(self.record[0] != 0) and not bool(self.record[7] != 0):
+            return
+        code, rank, role, wait, index, seen, expected, status = self.record.tolist()
+        if code:
+            raise MegakernelTimeout(
+                f"rank {rank}, {ROLES[role]}: waited more than {self.deadline_s:g} s for {WAITS[wait]} {index}, "
+                f"saw {seen}, expected {expected}; every rank must call, then Engine.recover() on every rank"
+            )
+        what = [
+            text
+            for bit, text in (
+                (Status.NONFINITE, "a logit of the gate is not finite"),
+                (Status.BAD_EXPERT, "an expert id is outside [-1, E)"),
+                (Status.OVERFLOW, "more rows for one rank than the buffers hold (an expert twice in a token's choices)"),
+            )
+            if status & bit
+        ]
+        raise MegakernelInputError(f"on some rank: {'; '.join(what)}")
+
+    def check(self) -> None:
+        """Wait for the current stream, then raise what the kernel reported."""
+        torch.cuda.current_stream(self.heap.device).synchronize()
+        self.raise_if_failed()
+
+    def clear_errors(self) -> None:
+        """Forget reported input errors (the kernel's state is sound after them)."""
+        self.record.zero_()
+
+    def recover(self) -> None:
+        """Make the next call possible after a timeout; collective: every rank must call it.
+
+        Zeroes counters and targets and sets the epoch, the same on every rank, between two barriers.
+        """
+        torch.cuda.synchronize(self.heap.device)
+        self.heap.barrier()
+        for name in ("arrived", "back", "counts", "counts_flag"):
+            region = self.in_heap[name]
+            self.heap.memory[region.offset : region.offset + region.size].zero_()
+        for name in ("plan", "arrived_target", "back_target", "counters", "control"):
+            region = self.in_workspace[name]
+            self.workspace[region.offset : region.offset + region.size].zero_()
+        self.record.zero_()
+        torch.cuda.synchronize(self.heap.device)
+        self.heap.barrier()
+
+    # --- looking inside -----------------------------------------------------------------------------------------
+
+    def poison(self) -> None:
+        """Fill every data buffer with NaN: what a call reads must be what it wrote. Between calls only."""
+        torch.cuda.synchronize(self.heap.device)
+        self.heap.barrier()
+        dtype = torch.bfloat16 if self.shape.dtype == "bfloat16" else torch.float16
+        for memory, region in (
+            (self.heap.memory, self.in_heap["rows"]),
+            (self.heap.memory, self.in_heap["returned"]),
+            (self.workspace, self.in_workspace["hidden"]),
+        ):
+            memory[region.offset : region.offset + region.size].view(dtype).fill_(float("nan"))
+        for memory, region in (
+            (self.heap.memory, self.in_heap["home"]),
+            *((self.workspace, self.in_workspace[n]) for n in ("expert", "index", "send", "histogram", "tile_slot")),
+            *((self.workspace, self.in_workspace[n]) for n in ("tile_rows", "row_shift", "list_start")),
+        ):
+            memory[region.offset : region.offset + region.size].fill_(0x7F)
+        weight = self.in_workspace["weight"]
+        self.workspace[weight.offset : weight.offset + weight.size].view(torch.float32).fill_(float("nan"))
+        torch.cuda.synchronize(self.heap.device)
+        self.heap.barrier()
+
+    def view(self, memory: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
+        """A region as a flat tensor."""
+        return memory[region.offset : region.offset + region.size].view(dtype)
+
+    @property
+    def epoch(self) -> int:
+        """Calls that have ended; waits for the device."""
+        return int(self.view(self.workspace, self.in_workspace["control"], torch.int32)[0])
+
+    def buffers(self, tokens: int) -> Buffers:
+        """Views of what the last call of S = `tokens` left behind; waits for the device."""
+        shape, dtype = self.shape, torch.bfloat16 if self.shape.dtype == "bfloat16" else torch.float16
+        side = (self.epoch - 1) & 1
+        routes = tokens * shape.top_k
+        heap, ws = self.in_heap, self.in_workspace
+
+        def half(name: str, kind: torch.dtype) -> Tensor:
+            flat = self.view(self.heap.memory, heap[name], kind)
+            return flat.view(2, -1)[side]
+
+        counts = half("counts", torch.int32).view(shape.ranks, shape.counts_stride)[:, : shape.experts]
+        plan = self.view(self.workspace, ws["plan"], torch.int32)
+        return Buffers(
+            self.view(self.workspace, ws["expert"], torch.int32)[:routes].view(tokens, shape.top_k),
+            self.view(self.workspace, ws["weight"], torch.float32)[:routes].view(tokens, shape.top_k),
+            counts,
+            half("rows", dtype).view(self.rows, shape.hidden),
+            self.view(self.workspace, ws["hidden"], dtype).view(self.rows, shape.intermediate),
+            half("returned", dtype).view(-1, shape.hidden)[:routes],
+            int(plan[PlanWord.ROW_TILES]),
+        )

@@ -1,0 +1,181 @@
+"""Symmetric memory: one allocation that every rank maps, carved up by `moe_fast.kernel.shapes.heap_regions`.
+
+One process needs no NVSHMEM: its heap is ordinary device memory. Several processes take theirs from NVSHMEM's symmetric
+heap through nvshmem4py, started from the torch.distributed process group: rank 0 makes a unique id, its bytes are
+broadcast, everyone joins. On one host every peer's heap is mapped, so the kernel stores into it directly.
+
+NVSHMEM's symmetric heap has a size of its own, fixed at start-up (NVSHMEM_SYMMETRIC_SIZE): it is set from the layer's
+formula before the first start, and a layer that doesn't fit is refused with both numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ref.errors import BackendUnavailable, UsageError
+
+MINIMUM_NVSHMEM = (3, 6)
+"""Host library that this package's device bindings were tested with, at least."""
+DEFAULT_HEAP_BYTES = 4 << 30
+
+
+@dataclass
+class Heap:
+    """Memory of this rank that its peers can write.
+
+    Attributes:
+        memory: uint8, zeroed.
+        peers: int64 [P] on the device: where each rank's heap is mapped in this process.
+        rank, ranks: place in the group.
+    """
+
+    memory: Tensor
+    peers: Tensor
+    rank: int = 0
+    ranks: int = 1
+    group: Any = None
+    keep: list[Any] = field(default_factory=list)
+
+    @property
+    def base(self) -> int:
+        """Address of this rank's heap."""
+        return self.memory.data_ptr()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.memory.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    def barrier(self) -> None:
+        """Host barrier of all ranks."""
+        if self.ranks > 1:
+            dist.barrier(self.group)
+
+    def close(self) -> None:
+        """Give the memory back; collective."""
+        if self.ranks > 1:
+            import nvshmem.core as nvshmem
+
+            torch.cuda.synchronize(self.device)
+            self.barrier()
+            # the views of the peers' heaps go first, the allocation last
+            *views, own = self.keep
+            for view in views:
+                nvshmem.free_tensor(view)
+            nvshmem.free_tensor(own)
+            self.keep.clear()
+
+
+def local_heap(size: int, device: torch.device) -> Heap:
+    """Heap of a single rank: ordinary device memory."""
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    return Heap(memory, torch.tensor([memory.data_ptr()], dtype=torch.int64, device=device))
+
+
+_started: dict[str, Any] = {}
+
+
+def start(device: torch.device, group: Any = None, heap_bytes: int = DEFAULT_HEAP_BYTES) -> None:
+    """Join NVSHMEM from a torch.distributed group; once per process, collective.
+
+    Raises:
+        BackendUnavailable: nvshmem4py isn't installed, or the host library is too old.
+        UsageError: already started for another device.
+    """
+    if _started:
+        if _started["device"] != device:
+            raise UsageError(f"NVSHMEM was started for {_started['device']}, this layer is on {device}")
+        return
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap_bytes))
+    # one host, direct stores: no remote transport; multicast is not used
+    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    try:
+        import numpy as np
+        import nvshmem.core as nvshmem
+        from cuda.core import Device
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"nvshmem4py does not import ({error}); several ranks need it: pip install 'moe-ref[fused]'"
+        ) from error
+    found = nvshmem.get_version()
+    check_version(found)
+    torch.cuda.set_device(device)
+    own = Device(device.index)
+    own.set_current()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    uid = nvshmem.get_unique_id(empty=rank != 0)
+    box = [uid._data.tobytes() if rank == 0 else None]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    if rank:
+        uid._data[:] = np.frombuffer(box[0], dtype=uid._data.dtype)
+    nvshmem.init(device=own, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
+    _started.update(device=device, version=found, size=int(os.environ["NVSHMEM_SYMMETRIC_SIZE"]))
+
+
+def check_version(found: Any) -> None:
+    """Raise BackendUnavailable unless the host library is new enough."""
+    text = str(getattr(found, "libnvshmem_version", found))
+    digits = [int(part) for part in text.replace("-", ".").split(".") if part.isdigit()]
+    if tuple(digits[:2]) < MINIMUM_NVSHMEM:
+        wanted = ".".join(map(str, MINIMUM_NVSHMEM))
+        raise BackendUnavailable(
+            f"NVSHMEM's host library is {text}, need {wanted}: torch brings an older one; preload the one of the package "
+            "nvidia-nvshmem-cu13 (LD_PRELOAD=.../nvidia/nvshmem/lib/libnvshmem_host.so.3)"
+        )
+
+
+def symmetric_heap(size: int, device: torch.device, group: Any = None) -> Heap:
+    """Heap of this rank in NVSHMEM's symmetric memory, every peer's mapped; collective.
+
+    Raises:
+        UsageError: it doesn't fit into NVSHMEM's heap, or a peer's memory isn't directly reachable.
+    """
+    start(device, group, max(DEFAULT_HEAP_BYTES, size + (256 << 20)))
+    import nvshmem.core as nvshmem
+
+    if size > _started["size"]:
+        raise UsageError(
+            f"the layer needs {size} bytes of symmetric memory, NVSHMEM was started with {_started['size']}; "
+            "set NVSHMEM_SYMMETRIC_SIZE before the first layer"
+        )
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    memory = nvshmem.tensor((size,), dtype=torch.uint8)
+    memory.zero_()
+    addresses, views = [], []
+    for peer in range(ranks):
+        if peer == rank:
+            addresses.append(memory.data_ptr())
+            continue
+        try:
+            view = nvshmem.get_peer_tensor(memory, peer)
+        except Exception as error:
+            raise UsageError(
+                f"rank {rank} can't reach the memory of rank {peer} directly ({error}); the fused backend runs on GPUs "
+                "of one host that are linked by NVLink or PCIe peer access"
+            ) from error
+        views.append(view)
+        addresses.append(view.data_ptr())
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return Heap(memory, peers, rank, ranks, group, [*views, memory])
+
+
+def stop() -> None:
+    """Leave NVSHMEM; collective, after all heaps are closed."""
+    if _started:
+        import nvshmem.core as nvshmem
+
+        nvshmem.finalize()
+        _started.clear()

@@ -1,0 +1,14 @@
+"""The megakernel, one file per role.
+
+shapes      compile-time choices and the sizes that follow from them
+signals     waits with a deadline, the abort flag, the error record
+gate        logits, scores, top-k, and the place of every route inside its token tile
+plan        counts exchange, exact offsets, the send list
+dispatch    rows to their owners
+scheduler   which task comes next: an ordered list, or the Scheduler with its mailboxes
+subscriber  arrivals become ready tasks
+gemm        TMA loads, the wgmma main loop, the epilogue
+processor   the roles of a processor block, put together
+combine     the weighted sum of a token's results
+megakernel  host entry point (descriptors, launch) and the kernel that hands the warps their roles
+"""

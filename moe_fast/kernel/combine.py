@@ -1,0 +1,84 @@
+"""Combine: y_s = sum over k, in k order, of weight[s, k] * result[s, k], in fp32, rounded once.
+
+The results of a token lie in its home rank's buffer, one row per choice, so no atomics decide an order and two runs
+give the same bits. A warp takes a token once the arrival counter of its token tile says that all rows are back. A token
+without a valid route becomes zero.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from moe_fast.kernel.shapes import TOKEN_TILE, KernelShape
+from moe_fast.kernel.signals import Args, Role, Wait, gmem, read, wait_reached
+from moe_ref.layout import return_row
+from moe_ref.runtime.encoding import combine_tasks
+
+VECTOR = 8
+"""Elements of 16 bytes."""
+TOKENS_PER_TURN = 4
+"""Tokens that a warp takes at a time; divides TOKEN_TILE."""
+
+
+@cute.jit
+def combine_token(
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, lane: Int32
+):
+    """One warp sums the K results of one token."""
+    row_bytes = k.hidden * k.element_size
+    vectors = k.hidden // (32 * VECTOR)
+    first = a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * row_bytes
+    expert = Int32(-1)
+    scale = Float32(0.0)
+    if lane < k.top_k:
+        expert = read(a.expert, return_row(token, lane, k.top_k))
+        scale = read(a.weight, return_row(token, lane, k.top_k), Float32)
+    weight = cute.make_rmem_tensor(k.top_k, Float32)
+    valid = cute.make_rmem_tensor(k.top_k, Int32)
+    for j in cutlass.range_constexpr(k.top_k):
+        weight[j] = cute.arch.shuffle_sync(scale, j)
+        valid[j] = cute.arch.shuffle_sync(expert, j)
+    layout = cute.make_layout(VECTOR)
+    parts = [cute.make_rmem_tensor(VECTOR, dtype) for _ in range(k.top_k)]
+    for v in cutlass.range(vectors, unroll=1):
+        inside = Int64((v * 32 + lane) * 16)
+        for j in cutlass.range_constexpr(k.top_k):
+            row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside
+            cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[j])
+        total = cute.make_rmem_tensor(VECTOR, Float32)
+        total.fill(0.0)
+        for j in cutlass.range_constexpr(k.top_k):
+            # a masked route's row was never written: it may hold anything, NaN included
+            if valid[j] >= 0:
+                total.store(total.load() + parts[j].load().to(Float32) * weight[j])
+        out = cute.make_rmem_tensor(VECTOR, dtype)
+        out.store(total.load().to(dtype))
+        cute.autovec_copy(out, cute.make_tensor(gmem(a.y + Int64(token) * row_bytes + inside, dtype, 16), layout))
+
+
+@cute.jit
+def combine(
+    k: cutlass.Constexpr[KernelShape],
+    dtype: cutlass.Constexpr,
+    a: Args,
+    side: Int32,
+    warp: Int32,
+    warps: Int32,
+    lane: Int32,
+):
+    """Warp number `warp` of `warps` combines its share of this rank's tokens."""
+    counters = a.heap + a.back_at + Int64(side * a.token_tiles) * 4
+    targets = a.back_target + Int64(side * a.token_tiles) * 4
+    turn = warp
+    go = Boolean(True)
+    while go and turn < combine_tasks(a.tokens, TOKENS_PER_TURN):
+        token = turn * TOKENS_PER_TURN
+        part = token // TOKEN_TILE
+        scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
+        go = wait_reached(counters, part, read(targets, part), a, Role.COMBINE, Wait.BACK, part, scope)
+        if go:
+            for i in range(min(Int32(TOKENS_PER_TURN), a.tokens - token)):
+                combine_token(k, dtype, a, side, token + i, lane)
+        turn += warps

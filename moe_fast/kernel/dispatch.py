@@ -1,0 +1,133 @@
+"""Dispatch: every routed row goes to its owner by direct stores, in the order in which the owner will compute it.
+
+A warp claims a unit of rows of one destination, copies them with 16-byte stores, fences once and adds to the arrival
+counters. With a row goes its home: source rank and route, which is where its result returns to. Units alternate between
+destinations beginning with the own rank, so local tiles are complete first and every link is busy at once.
+
+Rows lie in expert order (send list), so an owner's first tiles are complete long before the last row has left.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass._mlir import ir
+
+from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
+from moe_fast.kernel.signals import (
+    Args,
+    Role,
+    Wait,
+    aborted,
+    add,
+    fetch_add,
+    gmem,
+    peer,
+    read,
+    side_counters,
+    wait_reached,
+    write,
+)
+from moe_ref.layout import ceil_div
+
+VECTOR_BYTES = 16
+IN_FLIGHT = 16
+"""16-byte loads that a lane has in flight."""
+
+
+@cute.jit
+def copy_pair(k: cutlass.Constexpr[KernelShape], source0: Int64, source1: Int64, target0: Int64, target1: Int64):
+    """One warp copies two rows; addresses are this lane's first vector of each row."""
+    vector = ir.VectorType.get([4], Int32.mlir_type)
+    per_row = k.hidden * k.element_size // (32 * VECTOR_BYTES)
+    step = 32 * VECTOR_BYTES
+    for first in cutlass.range_constexpr(0, per_row, IN_FLIGHT // 2):
+        width = min(IN_FLIGHT // 2, per_row - first)
+        near = [
+            cute.arch.load(gmem(source0 + (first + i) * step, Int32, VECTOR_BYTES), vector, cop="cs")
+            for i in range(width)
+        ]
+        far = [
+            cute.arch.load(gmem(source1 + (first + i) * step, Int32, VECTOR_BYTES), vector, cop="cs")
+            for i in range(width)
+        ]
+        for i in cutlass.range_constexpr(width):
+            cute.arch.store(gmem(target0 + (first + i) * step, Int32, VECTOR_BYTES), near[i])
+        for i in cutlass.range_constexpr(width):
+            cute.arch.store(gmem(target1 + (first + i) * step, Int32, VECTOR_BYTES), far[i])
+
+
+@cute.jit
+def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, unit: Int32, lane: Int32):
+    """One warp sends unit number `unit`: up to UNIT_ROWS rows of one destination."""
+    destination = (a.rank + unit % k.ranks) % k.ranks
+    begin = read(a.list_start, k.experts + destination) + unit // k.ranks * UNIT_ROWS
+    end = read(a.list_start, k.experts + destination + 1)
+    if begin < end:
+        base = peer(a, destination)
+        row_bytes = k.hidden * k.element_size
+        # Lane r knows row r. A lane beyond the last row repeats the last one: the same bytes to the same place.
+        place = min(begin + lane % UNIT_ROWS, end - 1)
+        route = read(a.send, place)
+        row = place + read(a.row_shift, read(a.expert, route))
+        source = a.x + Int64(route // k.top_k) * row_bytes
+        target = base + a.rows_at + (Int64(side) * a.rows + row) * row_bytes
+        inside = Int64(lane * VECTOR_BYTES)
+        for r in cutlass.range_constexpr(0, UNIT_ROWS, 2):
+            if begin + r < end:
+                copy_pair(
+                    k,
+                    cute.arch.shuffle_sync(source, r) + inside,
+                    cute.arch.shuffle_sync(source, r + 1) + inside,
+                    cute.arch.shuffle_sync(target, r) + inside,
+                    cute.arch.shuffle_sync(target, r + 1) + inside,
+                )
+        mine = lane < UNIT_ROWS and begin + lane < end
+        if mine:
+            home = a.rank * (a.max_tokens * k.top_k) + route
+            write(base + a.home_at, side * a.rows + row, home)
+        cute.arch.sync_warp()
+        if cutlass.const_expr(k.ranks > 1):
+            cute.arch.fence_acq_rel_sys()
+        else:
+            cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        if mine:
+            add(base + a.arrived_at, side * (a.rows // TILE_ROWS) + row // TILE_ROWS, 1, "sys")
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def push(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, limit_rows: cutlass.Constexpr, lane: Int32):
+    """One warp claims units until none is left, or until `limit_rows` rows per destination are on their way (0: all)."""
+    counters = side_counters(a, side)
+    units = read(a.plan, PlanWord.UNITS)
+    limit = units
+    if cutlass.const_expr(limit_rows > 0):
+        limit = min(units, Int32(ceil_div(limit_rows, UNIT_ROWS) * k.ranks))
+    unit = next_unit(counters, lane, a)
+    while unit < limit:
+        push_unit(k, a, side, unit, lane)
+        unit = next_unit(counters, lane, a)
+    if cutlass.const_expr(limit_rows > 0):
+        # the unit that told this warp to stop is claimed, so it is this warp's to send
+        if unit < units:
+            push_unit(k, a, side, unit, lane)
+
+
+@cute.jit
+def next_unit(counters: Int64, lane: Int32, a: Args) -> Int32:
+    """Whole warp: the next unit, or a number beyond all after a failure."""
+    unit = Int32(0)
+    if lane == 0:
+        unit = fetch_add(counters, Counter.PUSH)
+        if aborted(a):
+            unit = Int32(1 << 30)
+    return cute.arch.shuffle_sync(unit, 0)
+
+
+@cute.jit
+def wait_list(a: Args, side: Int32, blocks: Int32):
+    """Wait until every block has entered its routes into the send list."""
+    wait_reached(side_counters(a, side), Counter.LISTED, blocks, a, Role.DISPATCH, Wait.LIST, blocks, "gpu")

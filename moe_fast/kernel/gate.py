@@ -1,0 +1,239 @@
+"""The gate, fused: logits by wgmma, scores, top-k, and the place of every route inside its token tile.
+
+A token tile's logits [128, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
+threads, 64 columns each. They turn into scores in place; K times the best column wins and is struck out. Ties go to the
+lower expert id. Scores and sums are fp32.
+
+Then the routes of the tile are ranked per expert in (token, choice) order: that rank, plus the routes of earlier tiles,
+is a route's place among all of this rank's routes to the expert. No atomics decide it, so it's the same in every run
+and the same as the reference's.
+
+Routing may be handed in instead: ids outside [-1, E) are treated as masked and raise the status bit.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from moe_fast.kernel.plan import CONSUMERS, sync_consumers
+from moe_fast.kernel.shapes import MAX_TOP_K, TILE_ROWS, Counter, KernelShape, PlanWord, Status
+from moe_fast.kernel.signals import Args, add, read, side_counters, word, write
+
+LOG2E = 1.4426950408889634
+NEGATIVE = -3.0e38
+"""Below every score: a struck-out or absent expert."""
+TINY = 1e-20
+"""Guards the renormalisation of a token whose scores are all zero."""
+
+# shared-memory scratch of a token tile, in 4-byte words
+IDS = 0
+WEIGHTS = IDS + TILE_ROWS * MAX_TOP_K
+RANKS = WEIGHTS + TILE_ROWS * MAX_TOP_K
+COUNTS = RANKS + TILE_ROWS * MAX_TOP_K
+"""[8 warps][E]"""
+SCRATCH_WORDS = COUNTS + 8 * 256
+
+
+@cute.jit
+def quad_max(value: Float32) -> Float32:
+    """Largest value of the four threads that share a row."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 2))
+
+
+@cute.jit
+def quad_sum(value: Float32) -> Float32:
+    """Sum over the four threads that share a row."""
+    value = value + cute.arch.shuffle_sync_bfly(value, 1)
+    return value + cute.arch.shuffle_sync_bfly(value, 2)
+
+
+def exp(value):
+    """e^x through the hardware's 2^x."""
+    return cute.arch.exp2(value * LOG2E)
+
+
+@cute.jit
+def scores_in_place(
+    k: cutlass.Constexpr[KernelShape], logit: cute.Tensor, half: cutlass.Constexpr, quad: Int32
+) -> Int32:
+    """Turn one row's logits into scores; returns nonzero if a logit isn't finite. half: which of the thread's rows."""
+    groups = (k.experts + 7) // 8
+    bad = Int32(0)
+    top = Float32(NEGATIVE)
+    for g in cutlass.range_constexpr(groups):
+        for i in cutlass.range_constexpr(2):
+            v = g * 4 + half * 2 + i
+            if cutlass.const_expr(g * 8 + 8 > k.experts):
+                if g * 8 + quad * 2 + i >= k.experts:
+                    logit[v] = Float32(NEGATIVE)
+            value = logit[v]
+            if not (value - value == Float32(0.0)):
+                bad = Int32(1)
+            top = cute.arch.fmax(top, value)
+    if cutlass.const_expr(k.scoring == "softmax"):
+        top = quad_max(top)
+        total = Float32(0.0)
+        for g in cutlass.range_constexpr(groups):
+            for i in cutlass.range_constexpr(2):
+                v = g * 4 + half * 2 + i
+                logit[v] = exp(logit[v] - top)
+                total += logit[v]
+        # one division a row, then products: 64 divisions would each bring their slow path into the kernel
+        inverse = Float32(1.0) / quad_sum(total)
+        for g in cutlass.range_constexpr(groups):
+            for i in cutlass.range_constexpr(2):
+                v = g * 4 + half * 2 + i
+                logit[v] = logit[v] * inverse
+    else:
+        for g in cutlass.range_constexpr(groups):
+            for i in cutlass.range_constexpr(2):
+                v = g * 4 + half * 2 + i
+                logit[v] = cute.arch.rcp_approx(Float32(1.0) + exp(-logit[v]))
+    if cutlass.const_expr(k.experts % 8 != 0):
+        for i in cutlass.range_constexpr(2):
+            v = (groups - 1) * 4 + half * 2 + i
+            if (groups - 1) * 8 + quad * 2 + i >= k.experts:
+                logit[v] = Float32(NEGATIVE)
+    return bad
+
+
+@cute.jit
+def best_column(
+    k: cutlass.Constexpr[KernelShape], a: Args, score: cute.Tensor, half: cutlass.Constexpr, quad: Int32
+) -> tuple[Int32, Float32]:
+    """The best column of a row that isn't struck out yet, and its score; strikes it out."""
+    groups = (k.experts + 7) // 8
+    best = Float32(NEGATIVE)
+    weight = Float32(0.0)
+    column = Int32(1 << 20)
+    for g in cutlass.range_constexpr(groups):
+        for i in cutlass.range_constexpr(2):
+            here = score[g * 4 + half * 2 + i]
+            key = here
+            if cutlass.const_expr(k.selection_bias):
+                if here > Float32(NEGATIVE):
+                    key = here + read(a.bias, g * 8 + quad * 2 + i, Float32)
+            if key > best:
+                best = key
+                weight = here
+                column = g * 8 + quad * 2 + i
+    for d in cutlass.range_constexpr(2):
+        other_best = cute.arch.shuffle_sync_bfly(best, 1 << d)
+        other_weight = cute.arch.shuffle_sync_bfly(weight, 1 << d)
+        other_column = cute.arch.shuffle_sync_bfly(column, 1 << d)
+        if other_best > best or (other_best == best and other_column < column):
+            best = other_best
+            weight = other_weight
+            column = other_column
+    for g in cutlass.range_constexpr(groups):
+        for i in cutlass.range_constexpr(2):
+            if g * 8 + quad * 2 + i == column:
+                score[g * 4 + half * 2 + i] = Float32(NEGATIVE)
+    return column, weight
+
+
+@cute.jit
+def choose(
+    k: cutlass.Constexpr[KernelShape], a: Args, logits: cute.Tensor, tile: Int32, scratch: cute.Pointer, thread: Int32
+):
+    """Epilogue of the gate's product: scores and top-k of the 128 tokens of a tile; ids and weights to memory."""
+    quad = thread % 4
+    for half in cutlass.range_constexpr(2):
+        row = thread // 32 * 16 + thread % 32 // 4 + half * 8
+        bad = scores_in_place(k, logits, half, quad)
+        inside = tile * TILE_ROWS + row < a.tokens
+        if bad != 0 and inside:
+            cute.arch.atomic_or(
+                word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu"
+            )
+        total = Float32(0.0)
+        for j in cutlass.range(k.top_k, unroll=1):
+            column, weight = best_column(k, a, logits, half, quad)
+            total += weight
+            if quad == 0:
+                # a row of NaNs has no best column
+                if column >= k.experts or not inside:
+                    column = Int32(-1)
+                cute.arch.store(scratch + IDS + row * k.top_k + j, column)
+                cute.arch.store(scratch + WEIGHTS + row * k.top_k + j, weight.bitcast(Int32))
+        if quad == 0:
+            factor = Float32(k.routed_scaling)
+            if cutlass.const_expr(k.renormalize):
+                factor = factor / cute.arch.fmax(total, Float32(TINY))
+            for j in cutlass.range_constexpr(k.top_k):
+                weight = cute.arch.load(scratch + WEIGHTS + row * k.top_k + j, Int32).bitcast(Float32)
+                if inside:
+                    route = (tile * TILE_ROWS + row) * k.top_k + j
+                    write(a.expert, route, cute.arch.load(scratch + IDS + row * k.top_k + j, Int32))
+                    write(a.weight, route, weight * factor, Float32)
+
+
+@cute.jit
+def take_given(k: cutlass.Constexpr[KernelShape], a: Args, tile: Int32, scratch: cute.Pointer, thread: Int32):
+    """Routing that was handed in: copy one token tile of it, masking what isn't an expert."""
+    first = tile * (TILE_ROWS * k.top_k)
+    for r in range(thread, TILE_ROWS * k.top_k, CONSUMERS):
+        expert = Int32(-1)
+        if first + r < a.tokens * k.top_k:
+            id_ = read(a.given_expert, first + r, Int64)
+            if id_ >= 0 and id_ < k.experts:
+                expert = Int32(id_)
+            elif id_ != -1:
+                cute.arch.atomic_or(
+                    word(a.plan, PlanWord.STATUS), Int32(Status.BAD_EXPERT), sem="relaxed", scope="gpu"
+                )
+            write(a.expert, first + r, expert)
+            write(a.weight, first + r, read(a.given_weight, first + r, Float32), Float32)
+        cute.arch.store(scratch + IDS + r, expert)
+
+
+@cute.jit
+def rank_routes(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, scratch: cute.Pointer, thread: Int32
+):
+    """Histogram of a token tile, and for each of its routes how many routes before it in the tile have its expert."""
+    lane, warp = thread % 32, thread // 32
+    sync_consumers()
+    for w in cutlass.range_constexpr(8):
+        if thread < k.experts:
+            cute.arch.store(scratch + COUNTS + w * 256 + thread, Int32(0))
+    sync_consumers()
+    per_warp = TILE_ROWS // 8 * k.top_k
+    counts = scratch + COUNTS + warp * 256
+    for first in cutlass.range_constexpr(0, per_warp, 32):
+        expert = Int32(-1)
+        if first + lane < per_warp:
+            expert = cute.arch.load(scratch + IDS + warp * per_warp + first + lane, Int32)
+        same = Int32(cute.arch.match_sync(-1, expert))
+        earlier = cute.arch.popc(same & ((Int32(1) << lane) - 1))
+        before = Int32(0)
+        if expert >= 0:
+            before = cute.arch.load(counts + expert, Int32)
+        cute.arch.sync_warp()
+        if expert >= 0:
+            if earlier == 0:
+                cute.arch.store(counts + expert, before + cute.arch.popc(same))
+            cute.arch.store(scratch + RANKS + warp * per_warp + first + lane, before + earlier)
+        cute.arch.sync_warp()
+    sync_consumers()
+    if thread < k.experts:
+        total = Int32(0)
+        for w in cutlass.range_constexpr(8):
+            part = cute.arch.load(scratch + COUNTS + w * 256 + thread, Int32)
+            cute.arch.store(scratch + COUNTS + w * 256 + thread, total)
+            total += part
+        write(a.histogram, tile * k.experts + thread, total)
+    sync_consumers()
+    for r in range(thread, TILE_ROWS * k.top_k, CONSUMERS):
+        expert = cute.arch.load(scratch + IDS + r, Int32)
+        if expert >= 0:
+            base = cute.arch.load(scratch + COUNTS + r // per_warp * 256 + expert, Int32)
+            rank = cute.arch.load(scratch + RANKS + r, Int32)
+            write(a.index, tile * (TILE_ROWS * k.top_k) + r, base + rank)
+    cute.arch.fence_acq_rel_gpu()
+    sync_consumers()
+    if thread == 0:
+        add(side_counters(a, side), Counter.ROUTED, 1, "gpu", "release")

@@ -1,0 +1,159 @@
+"""One matrix product of a task: TMA loads, the wgmma main loop, the epilogue into shared memory.
+
+A task computes a tile of 128 rows x 256 columns in steps of 64 along the depth. A stage of the pipeline holds one step:
+128 x 64 of the rows and 256 x 64 of the weights, both in the 128-byte swizzle. The weights come as two halves of 128
+rows: neighbours, or for the first product of a gated layer the gate's rows and the up projection's. Either way column c
+of the first half and column c of the second lie in the same thread's accumulators, so a gated activation needs no
+exchange and reads the rows once.
+
+Stage barriers count in a running number: stage = count % STAGES, phase = count // STAGES % 2.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
+
+STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2
+LOG2E = 1.4426950408889634
+
+
+def tiled_mma(dtype) -> cute.TiledMma:
+    """wgmma m64n256k16 for each of the two consumer warpgroups, both operands from shared memory, fp32 sums."""
+    return sm90.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        warpgroup.OperandMajorMode.K,
+        warpgroup.OperandMajorMode.K,
+        Float32,
+        (2, 1, 1),
+        tiler_mn=(64, TILE_COLUMNS),
+    )
+
+
+@cute.jit
+def load_product(
+    depth: cutlass.Constexpr,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    rows_atom: cute.CopyAtom,
+    rows: cute.Tensor,
+    rows_smem: cute.Tensor,
+    weight_atom: cute.CopyAtom,
+    first_half: cute.Tensor,
+    second_half: cute.Tensor,
+    weight_smem: cute.Tensor,
+) -> Int32:
+    """The whole loader warp streams one task's operands; returns the new running count of stages."""
+    for step in range(depth):
+        stage = count % STAGES
+        cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, STAGE_BYTES)
+        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
+        cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
+        cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
+        count += 1
+    return count
+
+
+@cute.jit
+def release(empty: cute.Pointer, count: Int32):
+    """A consumer warp hands a stage back to the loader."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(empty + count % STAGES)
+
+
+@cute.jit
+def multiply(
+    dtype: cutlass.Constexpr,
+    acc: cute.Tensor,
+    a_frag: cute.Tensor,
+    b_frag: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    depth: Int32,
+) -> Int32:
+    """A consumer warpgroup accumulates one task; returns the new running count of stages."""
+    # made here, not handed in: whether it accumulates is a property of the object, which may not outlive a loop body
+    mma = tiled_mma(dtype)
+    blocks = cute.size(a_frag, mode=[2])
+    mma.set(warpgroup.Field.ACCUMULATE, False)
+    cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+    warpgroup.fence()
+    for kb in cutlass.range_constexpr(blocks):
+        stage = count % STAGES
+        cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    for _ in range(1, depth):
+        following = count + 1
+        stage = following % STAGES
+        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        for kb in cutlass.range_constexpr(blocks):
+            cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
+        warpgroup.commit_group()
+        # the product of one step stays in flight, so only the stage before it is free
+        warpgroup.wait_group(1)
+        release(empty, count)
+        count = following
+    warpgroup.wait_group(0)
+    release(empty, count)
+    return count + 1
+
+
+def activate(name: str, x):
+    """The activation of one fp32 value, in fp32."""
+    if name == "relu":
+        return cute.arch.fmax(x, Float32(0.0))
+    if name == "silu":
+        return x * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(x * Float32(-LOG2E)))
+    return x * Float32(0.5) * (Float32(1.0) + cute.math.erf(x * Float32(0.7071067811865476)))
+
+
+@cute.jit
+def store_chunks(
+    name: cutlass.Constexpr,
+    chunks: cutlass.Constexpr,
+    gated: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    group: Int32,
+    parity: Int32,
+    acc: cute.Tensor,
+    copy: cute.TiledCopy,
+    buffers: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    values: cute.Tensor,
+    packed: cute.Tensor,
+):
+    """A consumer warpgroup writes its 64 rows, 64 columns at a time, into its two buffers for the storer.
+
+    name: activation, or None for the second product. parity: how many pairs of chunks this warpgroup has written
+    before, for the phase of the buffer barriers.
+    """
+    count = cute.size(values)
+    second = HALF_COLUMNS // CHUNK * count
+    for c in cutlass.range_constexpr(chunks):
+        buffer = c % 2
+        for v in cutlass.range_constexpr(count):
+            value = acc[c * count + v]
+            if cutlass.const_expr(name is not None):
+                value = activate(name, value)
+                if cutlass.const_expr(gated):
+                    value = value * acc[second + c * count + v]
+            values[v] = value
+        packed.store(values.load().to(dtype))
+        cute.arch.mbarrier_wait(empty + (group * 2 + buffer), ((parity + c // 2) & 1) ^ 1)
+        cute.copy(copy, packed, buffers[(None, None, None, buffer)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(full + (group * 2 + buffer))

@@ -1,0 +1,460 @@
+"""The persistent MoE megakernel: gate, dispatch, expert FFN, return and combine in one launch (FlashMoE, section 3).
+
+`MegaKernel.__call__` runs on the host: it builds the TMA descriptors and launches one block per SM. `kernel` hands the
+warps their roles:
+
+    warp 0      loader      TMA: token tiles for the gate, then the operands of each task
+    warp 1      dispatcher  the next task word
+    warp 2      storer      results to memory and home, completion, counters
+    warp 3      spare       pushes rows; in the first blocks Scheduler and Subscribers (scheduler="spare_warps")
+    warps 4-11  consumers   gate, send list, first rows, wgmma and epilogue, combine
+
+With scheduler="os_block" the last block has no processor: warp 0 is the Scheduler, warps 1-3 the Subscribers.
+
+Epochs: the call number lives in device memory and is moved on by the last block to leave; its lowest bit is the staging
+side. Counters that peers add to only grow, with targets kept beside them. Counters of this GPU are zeroed one call
+ahead, by the call that uses the other side. So the host neither resets nor waits between calls, and a captured graph
+can be replayed.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from moe_fast.kernel import gate
+from moe_fast.kernel.combine import combine
+from moe_fast.kernel.dispatch import push, wait_list
+from moe_fast.kernel.gemm import load_product, multiply, store_chunks, tiled_mma
+from moe_fast.kernel.plan import list_routes, make_plan, publish_list, sync_consumers, wait_plan
+from moe_fast.kernel.processor import READERS, dispatch_words, release_hidden, return_rows, take_word, unpack
+from moe_fast.kernel.scheduler import schedule
+from moe_fast.kernel.shapes import (
+    BOOST_ROWS,
+    CHUNK,
+    HALF_COLUMNS,
+    STAGES,
+    THREADS,
+    TILE_COLUMNS,
+    TILE_K,
+    TILE_ROWS,
+    KernelShape,
+    PlanWord,
+)
+from moe_fast.kernel.signals import (
+    ABORT,
+    EPOCH,
+    EXITED,
+    Args,
+    Role,
+    Wait,
+    aborted,
+    done_word,
+    fetch_add,
+    gmem,
+    read,
+    side_counters,
+    wait_reached,
+    write,
+)
+from moe_fast.kernel.subscriber import subscribe
+from moe_ref.layout import ceil_div
+from moe_ref.runtime.encoding import GEMM0, STOP, side_of, task_slot
+
+LOAD_REGISTERS, MATH_REGISTERS = 88, 208
+"""128 * 88 + 256 * 208 = 64,512, all registers of an SM."""
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+
+
+class MegaKernel:
+    """One compiled variant; see `moe_fast.compiler` for how it is compiled and kept."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        self.shape = shape
+        self.dtype = DTYPES[shape.dtype]
+
+    @cute.jit
+    def __call__(
+        self, a: Args, router: Int64, first: Int64, second: Int64, hidden: Int64, slots: Int32, grid: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch. router [E, H]; first [slots, up_rows, H]; second [slots, H, D]; hidden [R, D]; all of dtype."""
+        k, dtype = self.shape, self.dtype
+        H, D, U = k.hidden, k.intermediate, k.up_rows
+        tokens = max(a.tokens, Int32(1))
+        mX = cute.make_tensor(gmem(a.x, dtype, 16), cute.make_layout((tokens, H), stride=(H, 1)))
+        mRouter = cute.make_tensor(gmem(router, dtype, 16), cute.make_layout((k.experts, H), stride=(H, 1)))
+        mRows = cute.make_tensor(
+            gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * 2, H), stride=(H, 1))
+        )
+        mHidden = cute.make_tensor(gmem(hidden, dtype, 128), cute.make_layout((a.rows, D), stride=(D, 1)))
+        mFirst = cute.make_tensor(gmem(first, dtype, 16), cute.make_layout((U, H, slots), stride=(H, 1, U * H)))
+        mSecond = cute.make_tensor(gmem(second, dtype, 16), cute.make_layout((H, D, slots), stride=(D, 1, H * D)))
+
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        lA = cute.tile_to_shape(atom, (TILE_ROWS, TILE_K, STAGES), order=(0, 1, 2))
+        lB = cute.tile_to_shape(atom, (TILE_COLUMNS, TILE_K, STAGES), order=(0, 1, 2))
+        lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, TILE_K, STAGES * 2), order=(0, 1, 2))
+        # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store
+        lC = cute.tile_to_shape(atom, (TILE_ROWS, CHUNK, 2), order=(0, 1, 2))
+        lCs = cute.tile_to_shape(atom, (64, CHUNK, 4), order=(0, 1, 2))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        lA1, lB1, lC1 = (cute.slice_(x, (None, None, 0)) for x in (lA, lBh, lCs))
+        rows_box, half_box, chunk_box = (TILE_ROWS, TILE_K), (HALF_COLUMNS, TILE_K), (64, CHUNK)
+        aX, tX = cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box)
+        aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lB1, half_box)
+        aRows, tRows = cpasync.make_tiled_tma_atom(load, mRows, lA1, rows_box)
+        aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box)
+        aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box)
+        aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box)
+        aOut, tOut = cpasync.make_tiled_tma_atom(store, mHidden, lC1, chunk_box)
+
+        @cute.struct
+        class Shared:
+            ab_full: cute.struct.MemRange[Int64, STAGES]
+            ab_empty: cute.struct.MemRange[Int64, STAGES]
+            word_full: cute.struct.MemRange[Int64, 1]
+            word_empty: cute.struct.MemRange[Int64, 1]
+            chunk_full: cute.struct.MemRange[Int64, 4]
+            chunk_empty: cute.struct.MemRange[Int64, 4]
+            slot: cute.struct.MemRange[Int64, 1]
+            sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lA)], 1024]
+            sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lB)], 1024]
+            sC: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lC)], 1024]
+
+        self.shared = Shared
+        self.kernel(
+            a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
+            lA, lB, lBh, lC, lCs,
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, a: Args,
+        aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
+        aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
+        aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
+        aOut: cute.CopyAtom, tOut: cute.Tensor,
+        lA: cute.ComposedLayout, lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
+        lC: cute.ComposedLayout, lCs: cute.ComposedLayout,
+    ):  # fmt: skip
+        """Hand out the roles; leave together."""
+        k = self.shape
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread % 32
+        group = cute.arch.make_warp_uniform(thread // 128)
+        processors = blocks
+        if cutlass.const_expr(k.scheduler == "os_block"):
+            processors = blocks - 1
+        epoch = read(a.control, EPOCH)
+        side = side_of(epoch)
+
+        smem = utils.SmemAllocator()
+        s = smem.allocate(self.shared)
+        ab_full, ab_empty = s.ab_full.data_ptr(), s.ab_empty.data_ptr()
+        word_full, word_empty = s.word_full.data_ptr(), s.word_empty.data_ptr()
+        chunk_full, chunk_empty = s.chunk_full.data_ptr(), s.chunk_empty.data_ptr()
+        slot = s.slot.data_ptr()
+        if warp_id == 0:
+            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(ab_full + i, 1)
+                    cute.arch.mbarrier_init(ab_empty + i, 8)
+                for i in cutlass.range_constexpr(4):
+                    cute.arch.mbarrier_init(chunk_full + i, 4)
+                    cute.arch.mbarrier_init(chunk_empty + i, 1)
+                cute.arch.mbarrier_init(word_full, 1)
+                cute.arch.mbarrier_init(word_empty, READERS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
+        sB = s.sB.get_tensor(lB.outer, swizzle=lB.inner)
+        sBh = s.sB.get_tensor(lBh.outer, swizzle=lBh.inner)
+        sC = s.sC.get_tensor(lC.outer, swizzle=lC.inner)
+        sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
+        scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
+        token_tiles = ceil_div(a.tokens, TILE_ROWS)
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if block < processors:
+                if warp_id == 0:
+                    self.load(
+                        a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond,
+                        sA, sBh, ab_full, ab_empty, slot, word_full, word_empty, side, block, processors, token_tiles,
+                    )  # fmt: skip
+                elif warp_id == 1:
+                    if lane == 0:
+                        dispatch_words(k, a, side, slot, word_full, word_empty, block, processors)
+                elif warp_id == 2:
+                    self.store(
+                        a, aOut, tOut, sCs, s.sC.data_ptr(), chunk_full, chunk_empty, slot, word_full, word_empty,
+                        side, lane,
+                    )  # fmt: skip
+                else:
+                    self.spare(a, side, block, processors, lane)
+            elif cutlass.const_expr(k.scheduler == "os_block"):
+                if wait_plan(a, side, Role.SCHEDULER):
+                    row_tiles = read(a.plan, PlanWord.ROW_TILES)
+                    if warp_id == 0:
+                        schedule(k, a, side, row_tiles, processors, lane)
+                    else:
+                        subscribe(k, a, side, row_tiles, (warp_id - 1) * 32 + lane)
+        else:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            self.consume(
+                a, sA, sB, sC, scratch, ab_full, ab_empty, chunk_full, chunk_empty, slot, word_full, word_empty,
+                epoch, side, block, blocks, processors, token_tiles, thread - 128,
+            )  # fmt: skip
+
+        cute.arch.sync_threads()
+        if thread == 0:
+            if fetch_add(a.control, EXITED) == blocks - 1:
+                write(a.control, EXITED, 0)
+                if read(a.control, ABORT, sem="relaxed", scope="gpu") == 0:
+                    write(a.control, EPOCH, epoch + 1)
+
+    @cute.jit
+    def load(
+        self, a: Args, aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
+        aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
+        aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
+        sA: cute.Tensor, sBh: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
+        slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer,
+        side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
+    ):  # fmt: skip
+        """The loader warp."""
+        k = self.shape
+        one = cute.make_layout(1)
+        pairs = []
+        for atom, tensor, box, smem in (
+            (aX, tX, (TILE_ROWS, TILE_K), sA),
+            (aRows, tRows, (TILE_ROWS, TILE_K), sA),
+            (aHidden, tHidden, (TILE_ROWS, TILE_K), sA),
+            (aRouter, tRouter, (HALF_COLUMNS, TILE_K), sBh),
+        ):
+            tiled = cute.local_tile(tensor, box, (None, None))
+            pairs.append(
+                cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2))
+            )
+        for atom, tensor in ((aFirst, tFirst), (aSecond, tSecond)):
+            tiled = cute.local_tile(tensor, (HALF_COLUMNS, TILE_K), (None, None, None))
+            pairs.append(
+                cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2))
+            )
+        (sX, gX), (sRows, gRows), (sHidden, gHidden), (sRouter, gRouter), (sFirst, gFirst), (sSecond, gSecond) = pairs
+
+        count = Int32(0)
+        if a.given == 0:
+            for tile in range(block, token_tiles, processors):
+                # experts beyond 128 may not exist: TMA fills what is outside the router with zeros
+                count = load_product(
+                    k.depth0, full, empty, count, aX, gX[(None, tile, None)], sX,
+                    aRouter, gRouter[(None, 0, None)], gRouter[(None, 1, None)], sRouter,
+                )  # fmt: skip
+        counters = side_counters(a, side)
+        arrived = a.heap + a.arrived_at + Int64(side * (a.rows // TILE_ROWS)) * 4
+        targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+        number = Int32(0)
+        go = Boolean(True)
+        while go:
+            word = take_word(slot, word_full, word_empty, number)
+            kind, row_tile, column = unpack(word)
+            go = kind != STOP
+            if go:
+                expert = Int32(task_slot(word))
+                if kind == GEMM0:
+                    wait_reached(
+                        arrived, row_tile, read(targets, row_tile), a, Role.LOADER, Wait.ARRIVED, row_tile, "sys"
+                    )
+                    cute.arch.fence_proxy("async")
+                    if cutlass.const_expr(k.gated):
+                        low, high = column, column + k.intermediate // HALF_COLUMNS
+                    else:
+                        low, high = column * 2, column * 2 + 1
+                    count = load_product(
+                        k.depth0, full, empty, count,
+                        aRows, gRows[(None, side * (a.rows // TILE_ROWS) + row_tile, None)], sRows,
+                        aFirst, gFirst[(None, low, None, expert)], gFirst[(None, high, None, expert)], sFirst,
+                    )  # fmt: skip
+                else:
+                    wait_reached(
+                        counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile, "gpu"
+                    )
+                    cute.arch.fence_proxy("async")
+                    count = load_product(
+                        k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
+                        gSecond[(None, column * 2, None, expert)], gSecond[(None, column * 2 + 1, None, expert)],
+                        sSecond,
+                    )  # fmt: skip
+            number += 1
+
+    @cute.jit
+    def store(
+        self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, sCs: cute.Tensor, buffers: cute.Pointer,
+        full: cute.Pointer, empty: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
+        word_empty: cute.Pointer, side: Int32, lane: Int32,
+    ):  # fmt: skip
+        """The storer warp."""
+        k = self.shape
+        one = cute.make_layout(1)
+        tiled = cute.local_tile(tOut, (64, CHUNK), (None, None))
+        sOut, gOut = cpasync.tma_partition(
+            aOut, 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2)
+        )
+        chunks = 2 if cutlass.const_expr(k.gated) else 4
+        number, parity = Int32(0), Int32(0)
+        go = Boolean(True)
+        while go:
+            word = take_word(slot, word_full, word_empty, number)
+            kind, row_tile, column = unpack(word)
+            go = kind != STOP
+            if go:
+                if kind == GEMM0:
+                    for c in cutlass.range_constexpr(chunks):
+                        for q in cutlass.range_constexpr(2):
+                            barrier = q * 2 + c % 2
+                            cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
+                            cute.copy(
+                                aOut, sOut[(None, q + 2 * (c % 2))],
+                                gOut[(None, row_tile * 2 + q, column * chunks + c)],
+                            )  # fmt: skip
+                            cute.arch.cp_async_bulk_commit_group()
+                            if cutlass.const_expr(c * 2 + q > 0):
+                                before = c * 2 + q - 1
+                                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                                cute.arch.sync_warp()
+                                with cute.arch.elect_one():
+                                    cute.arch.mbarrier_arrive(empty + (before % 2 * 2 + before // 2 % 2))
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(empty + 3)
+                    # written, then visible to others, then counted
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    cute.arch.fence_proxy("async")
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
+                    parity += chunks // 2
+                else:
+                    return_rows(k, a, side, row_tile, column, parity, buffers, full, empty, lane)
+                    parity += 2
+            number += 1
+
+    @cute.jit
+    def spare(self, a: Args, side: Int32, block: Int32, processors: Int32, lane: Int32):
+        """The spare warp: zero the other side's counters, then schedule, subscribe or push rows."""
+        k = self.shape
+        other = side_counters(a, 1 - side)
+        for i in range(block * 32 + lane, a.counter_words, processors * 32):
+            write(other, i, 0)
+        if wait_plan(a, side, Role.DISPATCH):
+            pushes = Boolean(True)
+            if cutlass.const_expr(k.scheduler == "spare_warps"):
+                row_tiles = read(a.plan, PlanWord.ROW_TILES)
+                if block == 0:
+                    pushes = Boolean(False)
+                    schedule(k, a, side, row_tiles, processors, lane)
+                elif block < 4:
+                    pushes = Boolean(False)
+                    subscribe(k, a, side, row_tiles, (block - 1) * 32 + lane)
+            if pushes:
+                wait_list(a, side, processors)
+                push(k, a, side, 0, lane)
+
+    @cute.jit
+    def consume(
+        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sC: cute.Tensor, scratch: cute.Pointer,
+        full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer, chunk_empty: cute.Pointer,
+        slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+        block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
+    ):  # fmt: skip
+        """The two consumer warpgroups, 256 threads."""
+        k, dtype = self.shape, self.dtype
+        lane = thread % 32
+        warp_id = cute.arch.make_warp_uniform(thread // 32)
+        group = cute.arch.make_warp_uniform(thread // 128)
+        mma = tiled_mma(dtype)
+        thr = mma.get_slice(group * 128)
+        a_frag = mma.make_fragment_A(thr.partition_A(sA))
+        b_frag = mma.make_fragment_B(thr.partition_B(sB))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
+        copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, mma))
+        thr_copy = copy.get_slice(thread)
+        buffers = thr_copy.partition_D(sC)
+        flat = copy.retile(acc)
+        shape = cute.shape(thr_copy.partition_S(sC))[:3]
+        values = cute.make_rmem_tensor(shape, Float32)
+        packed = cute.make_rmem_tensor(shape, dtype)
+        count = Int32(0)
+
+        # who goes where
+        if block < processors:
+            for tile in range(block, token_tiles, processors):
+                if a.given == 0:
+                    count = multiply(dtype, acc, a_frag, b_frag, full, empty, count, Int32(k.depth0))
+                    gate.choose(k, a, acc, tile, scratch, thread)
+                else:
+                    gate.take_given(k, a, tile, scratch, thread)
+                gate.rank_routes(k, a, side, tile, scratch, thread)
+        if block == blocks - 1:
+            sync_consumers()
+            make_plan(k, a, epoch, side, scratch, thread)
+        if thread == 0:
+            wait_plan(a, side, Role.GATE)
+        sync_consumers()
+        if block < processors:
+            if not aborted(a):
+                for tile in range(block, token_tiles, processors):
+                    list_routes(k, a, side, tile, thread)
+            publish_list(a, side, thread)
+        if thread == 0:
+            wait_list(a, side, processors)
+        sync_consumers()
+
+        # the first rows, with all hands
+        push(k, a, side, BOOST_ROWS, lane)
+
+        # the products
+        number, parity = Int32(0), Int32(0)
+        go = Boolean(block < processors)
+        while go:
+            word = take_word(slot, word_full, word_empty, number)
+            kind = unpack(word)[0]
+            go = kind != STOP
+            if go:
+                depth = Int32(k.depth1)
+                if kind == GEMM0:
+                    depth = Int32(k.depth0)
+                count = multiply(dtype, acc, a_frag, b_frag, full, empty, count, depth)
+                if kind == GEMM0:
+                    store_chunks(
+                        k.activation, 2 if k.gated else 4, k.gated, dtype, group, parity, flat, copy, buffers,
+                        chunk_full, chunk_empty, values, packed,
+                    )  # fmt: skip
+                    parity += 1 if k.gated else 2
+                else:
+                    store_chunks(
+                        None, 4, False, dtype, group, parity, flat, copy, buffers,
+                        chunk_full, chunk_empty, values, packed,
+                    )  # fmt: skip
+                    parity += 2
+            number += 1
+
+        if not aborted(a):
+            combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
+
+
+

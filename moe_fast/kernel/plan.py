@@ -1,0 +1,224 @@
+"""Counts exchange, exact offsets and the send list: from "who goes where" to "which row of whose buffer".
+
+Every rank puts its row of counts into every peer's memory and signals; from the gathered counts_PE every rank derives
+the same tiles and offsets (`moe_ref.layout`, traced here). This exchange is also what makes two staging sides enough: a
+rank gets past it only when every rank has begun this call, so has ended the one before.
+
+Run by the 256 consumer threads of one block, thread e for expert e.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from moe_fast.kernel.shapes import TILE_ROWS, TOKEN_TILE, UNIT_ROWS, Counter, KernelShape, PlanWord, Status
+from moe_fast.kernel.signals import Args, Role, Wait, add, peer, read, side_counters, wait_reached, write
+from moe_ref.layout import ceil_div, compact_row
+from moe_ref.runtime.encoding import counts_signal, next_target
+
+CONSUMERS = 256
+BATCH = 8
+"""Histogram rows that a thread has in flight while it sums over token tiles."""
+
+
+def sync_consumers():
+    """Barrier of the 256 consumer threads of a block."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
+
+
+@cute.jit
+def scan(value: Int32, scratch: cute.Pointer, thread: Int32) -> Int32:
+    """Exclusive sum over the 256 threads; every thread must call it. scratch: 8 words of shared memory."""
+    lane = thread % 32
+    total = value
+    for d in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(total, 1 << d, mask_and_clamp=0)
+        if lane >= (1 << d):
+            total += other
+    sync_consumers()
+    if lane == 31:
+        cute.arch.store(scratch + thread // 32, total)
+    sync_consumers()
+    before = Int32(0)
+    for w in cutlass.range_constexpr(8):
+        part = cute.arch.load(scratch + w, Int32)
+        if w < thread // 32:
+            before += part
+    return before + total - value
+
+
+@cute.jit
+def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, expert: Int32) -> Int32:
+    """Routes of this rank to an expert; leaves in the histogram the routes of the token tiles before each one."""
+    tiles = ceil_div(a.tokens, TILE_ROWS)
+    total = Int32(0)
+    batch = cute.make_rmem_tensor(BATCH, Int32)
+    for first in range(0, tiles, BATCH):
+        for i in cutlass.range_constexpr(BATCH):
+            batch[i] = 0
+            if first + i < tiles:
+                batch[i] = read(a.histogram, (first + i) * k.experts + expert)
+        for i in cutlass.range_constexpr(BATCH):
+            if first + i < tiles:
+                write(a.histogram, (first + i) * k.experts + expert, total)
+            total += batch[i]
+    return total
+
+
+@cute.jit
+def make_plan(
+    k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
+):
+    """The planner. scratch: 1024 words of shared memory."""
+    counters = side_counters(a, side)
+    token_tiles = ceil_div(a.tokens, TILE_ROWS)
+    ok = Boolean(True)
+    if thread == 0:
+        ok = wait_reached(counters, Counter.ROUTED, token_tiles, a, Role.PLANNER, Wait.ROUTED, token_tiles, "gpu")
+        cute.arch.store(scratch + 8, Int32(ok))
+    sync_consumers()
+    mine = Int32(0)
+    if thread < k.experts:
+        mine = sum_histograms(k, a, thread)
+    start = scan(mine, scratch, thread)
+
+    # my row of counts to every rank, then one signal each
+    stride = Int32(k.counts_stride)
+    row = (side * k.ranks + a.rank) * stride
+    if thread < k.experts:
+        for p in cutlass.range_constexpr(k.ranks):
+            write(peer(a, p) + a.counts_at, row + thread, mine)
+    if thread == 0:
+        status = read(a.plan, PlanWord.STATUS)
+        for p in cutlass.range_constexpr(k.ranks):
+            write(peer(a, p) + a.counts_at, row + k.experts, status)
+    cute.arch.fence_acq_rel_sys()
+    sync_consumers()
+    if thread < k.ranks:
+        address = peer(a, thread) + a.counts_flag_at
+        cute.arch.fence_acq_rel_sys()
+        write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
+        heard = wait_reached(
+            a.heap + a.counts_flag_at, thread, counts_signal(epoch), a, Role.PLANNER, Wait.COUNTS, thread, "sys"
+        )
+        if not heard:
+            cute.arch.store(scratch + 8, Int32(0))
+    sync_consumers()
+
+    # the same arithmetic on every rank: rows, rows of lower ranks, tiles, first tile on the owner
+    counts = a.heap + a.counts_at
+    rows = Int32(0)
+    before = Int32(0)
+    owner = Int32(k.ranks)
+    if thread < k.experts:
+        owner = Int32(k.owner(thread))
+        for p in cutlass.range_constexpr(k.ranks):
+            count = read(counts, (side * k.ranks + p) * stride + thread)
+            rows += count
+            if p < a.rank:
+                before += count
+    tiles = Int32(ceil_div(rows, TILE_ROWS))
+    tiles_before = scan(tiles, scratch, thread)
+    # where each rank's experts begin, in tiles and in my send list: one word per rank from the thread that knows it
+    tile_at = scratch + 16
+    list_at = scratch + 16 + k.ranks + 1
+    for p in cutlass.range_constexpr(k.ranks):
+        if thread == k.first_expert(p):
+            cute.arch.store(tile_at + p, tiles_before)
+            cute.arch.store(list_at + p, start)
+    if thread == k.experts - 1:
+        cute.arch.store(tile_at + k.ranks, tiles_before + tiles)
+        cute.arch.store(list_at + k.ranks, start + mine)
+    sync_consumers()
+
+    status = Int32(0)
+    units = Int32(0)
+    for p in cutlass.range_constexpr(k.ranks):
+        status = status | read(counts, (side * k.ranks + p) * stride + k.experts)
+        first = cute.arch.load(tile_at + p, Int32)
+        if (cute.arch.load(tile_at + p + 1, Int32) - first) * TILE_ROWS > a.rows:
+            status = status | Status.OVERFLOW
+        sent = cute.arch.load(list_at + p + 1, Int32) - cute.arch.load(list_at + p, Int32)
+        units = max(units, Int32(ceil_div(sent, UNIT_ROWS)))
+    here = cute.arch.load(tile_at + a.rank, Int32)
+    row_tiles = cute.arch.load(tile_at + a.rank + 1, Int32) - here
+    usable = (cute.arch.load(scratch + 8, Int32) != 0) and (status & Status.OVERFLOW) == 0
+    if not usable:
+        row_tiles = Int32(0)
+        units = Int32(0)
+    if thread < k.experts:
+        first = cute.arch.load(tile_at + owner, Int32)
+        shift = compact_row(tiles_before - first, before, 0, TILE_ROWS) - start
+        write(a.row_shift, thread, shift)
+        write(a.list_start, thread, start)
+    if thread <= k.ranks:
+        # the last words of list_start hold where each rank's part of the send list begins
+        write(a.list_start, k.experts + thread, cute.arch.load(list_at + thread, Int32))
+    if usable and owner == a.rank:
+        targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+        for i in range(0, tiles):
+            tile = tiles_before - here + i
+            write(a.tile_slot, tile, thread - first_expert_of(k, a.rank))
+            filled = min(rows - i * TILE_ROWS, Int32(TILE_ROWS))
+            write(a.tile_rows, tile, filled)
+            write(targets, tile, next_target(read(targets, tile), filled))
+    if thread == 0:
+        write(a.plan, PlanWord.ROW_TILES, row_tiles)
+        write(a.plan, PlanWord.UNITS, units * k.ranks)
+        write(a.plan, PlanWord.STATUS, 0)
+        if status != 0:
+            write(a.record, 7, status)
+            write(a.record, 1, a.rank)
+    cute.arch.fence_acq_rel_gpu()
+    sync_consumers()
+    if thread == 0:
+        write(counters, Counter.PLANNED, 1, sem="release", scope="gpu")
+
+
+def first_expert_of(k: KernelShape, rank):
+    """First expert of a run-time rank, without a branch."""
+    base, extra = divmod(k.experts, k.ranks)
+    over = (rank - extra) & ~((rank - extra) >> 31)  # max(rank - extra, 0)
+    return rank * base + (rank - over)
+
+
+@cute.jit
+def wait_plan(a: Args, side: Int32, role: cutlass.Constexpr) -> Boolean:
+    """Wait until the plan is published; False if that failed."""
+    return wait_reached(side_counters(a, side), Counter.PLANNED, Int32(1), a, role, Wait.PLAN, Int32(0), "gpu")
+
+
+@cute.jit
+def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, thread: Int32):
+    """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect."""
+    first = tile * (TILE_ROWS * k.top_k)
+    count = min(a.tokens * k.top_k - first, Int32(TILE_ROWS * k.top_k))
+    for r in range(thread, count, CONSUMERS):
+        expert = read(a.expert, first + r)
+        if expert >= 0:
+            place = read(a.list_start, expert) + read(a.histogram, tile * k.experts + expert) + read(a.index, first + r)
+            write(a.send, place, first + r)
+    if thread < TILE_ROWS:
+        # one warp per arrival counter: TOKEN_TILE is the width of a warp
+        valid = Int32(0)
+        for j in cutlass.range_constexpr(k.top_k):
+            if thread * k.top_k + j < count:
+                if read(a.expert, first + thread * k.top_k + j) >= 0:
+                    valid += 1
+        valid = cute.arch.warp_reduction_sum(valid)
+        part = tile * (TILE_ROWS // TOKEN_TILE) + thread // TOKEN_TILE
+        if thread % TOKEN_TILE == 0 and part * TOKEN_TILE < a.tokens:
+            targets = a.back_target + Int64(side * a.token_tiles) * 4
+            write(targets, part, next_target(read(targets, part), valid * k.columns1))
+
+
+@cute.jit
+def publish_list(a: Args, side: Int32, thread: Int32):
+    """This block has entered all of its token tiles."""
+    cute.arch.fence_acq_rel_gpu()
+    sync_consumers()
+    if thread == 0:
+        add(side_counters(a, side), Counter.LISTED, 1, "gpu", "release")
+

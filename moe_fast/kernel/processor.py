@@ -1,0 +1,185 @@
+"""The roles inside a processor block: loader, dispatcher, storer, and two warpgroups of consumers.
+
+Warpgroup 0 gives registers away and does the talking; warpgroups 1 and 2 compute and never wait for memory beyond this
+block's shared memory while tasks run. One slot carries the current task word from the dispatcher to the ten readers
+(loader, storer, eight consumer warps); a reader hands it back at once, so the next word is fetched while this one runs.
+
+The storer owns completion: it alone waits until results have arrived where they go, and then releases the counters.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass._mlir import ir
+
+from moe_fast.kernel.plan import wait_plan
+from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_ticket
+from moe_fast.kernel.shapes import (
+    CHUNK,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TOKEN_TILE,
+    KernelShape,
+    PlanWord,
+)
+from moe_fast.kernel.signals import (
+    Args,
+    Role,
+    aborted,
+    add,
+    done_word,
+    gmem,
+    peer,
+    read,
+    side_counters,
+)
+from moe_ref.runtime.encoding import NONE, SLOT_SHIFT, STOP, task_column_tile, task_kind, task_row_tile
+
+READERS = 10
+"""Warps that read each task word."""
+
+
+def unpack(word):
+    """(kind, row tile, column tile) of a task word, as Int32."""
+    return Int32(task_kind(word)), Int32(task_row_tile(word)), Int32(task_column_tile(word))
+
+
+@cute.jit
+def take_word(slot: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32) -> Int64:
+    """A whole warp reads task word `number` (from 0) and hands the slot back."""
+    cute.arch.mbarrier_wait(full, number & 1)
+    word = cute.arch.load(slot, Int64)
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(empty)
+    return word
+
+
+@cute.jit
+def dispatch_words(
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    slot: cute.Pointer,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    processor: Int32,
+    processors: Int32,
+):
+    """The dispatcher, one thread: fetch task words until the stop word."""
+    ok = wait_plan(a, side, Role.DISPATCHER)
+    row_tiles = Int32(0)
+    if ok:
+        row_tiles = read(a.plan, PlanWord.ROW_TILES)
+    number = Int32(0)
+    mails = Int32(0)
+    go = Boolean(True)
+    while go:
+        cute.arch.mbarrier_wait(empty, (number & 1) ^ 1)
+        word = Int64(STOP)
+        if ok:
+            if cutlass.const_expr(k.scheduler == "tickets"):
+                word = next_ticket(k, a, side, row_tiles)
+            else:
+                word = Int64(NONE)
+                while Int32(task_kind(word)) == NONE:
+                    mails += 1
+                    word = next_mail(k, a, side, processor, processors, mails)
+                if Int32(task_kind(word)) != STOP:
+                    word = word | (Int64(read(a.tile_slot, Int32(task_row_tile(word)))) << SLOT_SHIFT)
+        cute.arch.store(slot, word)
+        cute.arch.mbarrier_arrive(full)
+        go = Int32(task_kind(word)) != STOP
+        number += 1
+
+
+@cute.jit
+def return_rows(
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    row_tile: Int32,
+    column: Int32,
+    parity: Int32,
+    buffers: cute.Pointer,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    lane: Int32,
+):
+    """The storer warp sends a GEMM1 tile home: each row's 256 columns to row (token, k) of its source rank.
+
+    Lane l knows the rows l, l + 32, l + 64, l + 96; in a step the warp stores 16 bytes per lane, four rows of 128 bytes.
+    The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
+    """
+    row_bytes = k.hidden * k.element_size
+    vector = ir.VectorType.get([4], Int32.mlir_type)
+    filled = read(a.tile_rows, row_tile)
+    per_rank = a.max_tokens * k.top_k
+    address = cute.make_rmem_tensor(4, Int64)
+    owner = cute.make_rmem_tensor(4, Int32)
+    part = cute.make_rmem_tensor(4, Int32)
+    quiet = aborted(a)
+    for i in cutlass.range_constexpr(4):
+        row = i * 32 + lane
+        address[i] = Int64(0)
+        owner[i] = Int32(-1)
+        part[i] = Int32(0)
+        if row < filled and not quiet:
+            home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + row)
+            rank, route = home // per_rank, home % per_rank
+            address[i] = (
+                peer(a, rank)
+                + a.returned_at
+                + (Int64(side) * per_rank + route) * row_bytes
+                + Int64(column) * (TILE_COLUMNS * k.element_size)
+            )
+            owner[i] = rank
+            part[i] = route // k.top_k // TOKEN_TILE
+    for c in cutlass.range_constexpr(TILE_COLUMNS // CHUNK):
+        for group in cutlass.range_constexpr(2):
+            barrier = group * 2 + c % 2
+            cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
+            chunk = buffers + (group + 2 * (c % 2)) * (64 * CHUNK)
+            for step in cutlass.range_constexpr(0, 16, 4):
+                values = []
+                places = []
+                for s in cutlass.range_constexpr(step, step + 4):
+                    row = s * 4 + lane // 8
+                    piece = (lane % 8) ^ (row % 8)
+                    place = cute.arch.shuffle_sync(address[group * 2 + s // 8], (s % 8) * 4 + lane // 8)
+                    places.append(place + (c * CHUNK * k.element_size + lane % 8 * 16))
+                    values.append(cute.arch.load(chunk + (row * CHUNK + piece * 8), vector, ss="cta"))
+                for s in cutlass.range_constexpr(4):
+                    # a padded row has address 0 (plus less than 512)
+                    if places[s] >= 512:
+                        cute.arch.store(gmem(places[s], Int32, 16), values[s])
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + barrier)
+    cute.arch.sync_warp()
+    if cutlass.const_expr(k.ranks > 1):
+        cute.arch.fence_acq_rel_sys()
+    else:
+        cute.arch.fence_acq_rel_gpu()
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(4):
+        # rows of one token tile of one rank are counted by one addition
+        key = owner[i] * a.token_tiles + part[i]
+        if owner[i] < 0:
+            key = Int32(-1)
+        same = Int32(cute.arch.match_sync(-1, key))
+        if key >= 0:
+            if (same & ((Int32(1) << lane) - 1)) == 0:
+                base = peer(a, owner[i]) + a.back_at
+                add(base, side * a.token_tiles + part[i], cute.arch.popc(same), "sys")
+
+
+@cute.jit
+def release_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row_tiles: Int32):
+    """One thread: a hidden tile is in memory."""
+    add(side_counters(a, side), done_word(row_tile), 1, "gpu", "release")
+    if cutlass.const_expr(k.scheduler != "tickets"):
+        finish_hidden(k, a, side, row_tile, row_tiles)
+

@@ -1,0 +1,273 @@
+"""Which task comes next, behind one interface: `next_word` of a processor's dispatcher.
+
+"tickets"      one ordered list that exists only as arithmetic; a ticket counter is its head. In the list a GEMM1 task
+               comes after all GEMM0 tasks of its row tile, and a processor may wait for inputs of the task it holds:
+               everything before it has been claimed by a running processor, so that wait ends.
+"os_block"     the paper's: the last block has one Scheduler warp and three Subscriber warps.
+"spare_warps"  the same warps, living in the spare warps of the first four processor blocks.
+
+With a Scheduler, Subscribers and storers put blocks of row tiles into two ready queues; the Scheduler deals their tasks
+to processors that have taken their last mail, finished hidden tiles first (work-conserving). A mail is a hint: the
+loader acquires the counter its task depends on.
+
+Termination is exact: the plan says how many row tiles there are.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS, Counter, KernelShape
+from moe_fast.kernel.signals import (
+    Args,
+    Role,
+    Wait,
+    aborted,
+    fail,
+    fetch_add,
+    read,
+    side_counters,
+    write,
+)
+from moe_ref.layout import ceil_div
+from moe_ref.runtime.encoding import (
+    GEMM0,
+    GEMM1,
+    NONE,
+    STOP,
+    gemm0_tasks,
+    gemm1_tasks,
+    mail_sequence,
+    mail_task,
+    pack_mail,
+    pack_task,
+)
+
+
+@cute.jit
+def ticket_word(k: cutlass.Constexpr[KernelShape], a: Args, ticket: Int32, row_tiles: Int32) -> Int64:
+    """Task number `ticket` of the ordered list.
+
+    Row tiles are taken in groups of G. The list is: GEMM0 of group 0, then for each following group its GEMM0 and the
+    GEMM1 of the group before, at last the GEMM1 of the last group. Within a group the row tile runs fastest, so a
+    weight tile is used by all its row tiles at one time.
+    """
+    size = k.group_tiles
+    groups = ceil_div(row_tiles, size)
+    full0, full1 = gemm0_tasks(size, k.columns0), gemm1_tasks(size, k.columns1)
+    group = Int32(0)
+    second = Boolean(False)
+    place = ticket
+    first = min(row_tiles, Int32(size)) * k.columns0
+    if ticket >= first:
+        place = ticket - first
+        pair = min(place // (full0 + full1), max(groups - 2, Int32(0)))
+        place = place - pair * (full0 + full1)
+        ahead = Int32(0)
+        if groups > 1:
+            ahead = min(row_tiles - (pair + 1) * size, Int32(size)) * k.columns0
+        if place < ahead:
+            group = pair + 1
+        else:
+            place = place - ahead
+            second = Boolean(True)
+            group = pair
+            if groups > 1 and place >= full1:
+                place = place - full1
+                group = pair + 1
+    members = min(row_tiles - group * size, Int32(size))
+    row_tile = group * size + place % members
+    column = place // members
+    kind = Int32(GEMM0)
+    if second:
+        kind = Int32(GEMM1)
+    return pack_task(Int64(kind), Int64(read(a.tile_slot, row_tile)), Int64(row_tile), Int64(column))
+
+
+@cute.jit
+def next_ticket(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32) -> Int64:
+    """Claim the next task of the ordered list, or stop."""
+    word = Int64(STOP)
+    ticket = fetch_add(side_counters(a, side), Counter.TICKET)
+    total = gemm0_tasks(row_tiles, k.columns0) + gemm1_tasks(row_tiles, k.columns1)
+    if ticket < total:
+        if not aborted(a):
+            word = ticket_word(k, a, ticket, row_tiles)
+    return word
+
+
+# --- ready queues, mailboxes ---------------------------------------------------------------------------------------
+
+
+def ready_at(a, queue, index):
+    """Index of an entry of ready queue 0 or 1: block number + 1, or 0 while empty."""
+    return COUNTER_WORDS + (1 + queue) * (a.rows // TILE_ROWS) + index
+
+
+def taken_at(a, processor):
+    """Index of the count of mails that a processor has taken."""
+    return COUNTER_WORDS + 4 * (a.rows // TILE_ROWS) + processor
+
+
+def mail_at(a, processors, processor):
+    """Index, in 8-byte words, of a processor's mailbox."""
+    return (COUNTER_WORDS + 4 * (a.rows // TILE_ROWS) + processors + 8) // 2 + processor
+
+
+@cute.jit
+def make_ready(a: Args, side: Int32, queue: cutlass.Constexpr, block: Int32):
+    """One thread: append a block of row tiles to a ready queue."""
+    counters = side_counters(a, side)
+    place = fetch_add(counters, Counter.READY0 + queue)
+    write(counters, ready_at(a, queue, place), block + 1, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row_tiles: Int32):
+    """One thread: a hidden tile is complete; the last one of a block makes the block's GEMM1 tasks ready."""
+    counters = side_counters(a, side)
+    size = k.block_tiles
+    block = row_tile // size
+    members = min(row_tiles - block * size, Int32(size))
+    done = fetch_add(counters, COUNTER_WORDS + 3 * (a.rows // TILE_ROWS) + block)
+    if done == members * k.columns0 - 1:
+        make_ready(a, side, 1, block)
+
+
+@cute.jit
+def next_mail(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, processor: Int32, processors: Int32, number: Int32
+) -> Int64:
+    """Take mail `number` (from 1); a task whose row tile is padding of a block is handed back as NONE."""
+    counters = side_counters(a, side)
+    box = mail_at(a, processors, processor)
+    mail = read(counters, box, Int64, sem="relaxed", scope="gpu")
+    turns = Int32(0)
+    start = cute.arch.globaltimer()
+    go = mail_sequence(mail) != number
+    while go:
+        mail = read(counters, box, Int64, sem="relaxed", scope="gpu")
+        go = mail_sequence(mail) != number
+        turns += 1
+        if go and (turns & 15) == 0:
+            if aborted(a):
+                go = Boolean(False)
+                mail = Int64(STOP)
+            elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+                fail(a, Role.DISPATCHER, Wait.MAIL, processor, number - 1, number)
+                go = Boolean(False)
+                mail = Int64(STOP)
+    write(counters, taken_at(a, processor), number, sem="relaxed", scope="gpu")
+    return mail_task(mail)
+
+
+@cute.jit
+def prefix_of_ones(flag: Boolean) -> Int32:
+    """How many lanes, from lane 0 on, have the flag set without a gap."""
+    missing = cute.arch.vote_ballot_sync(not flag)
+    length = Int32(32)
+    if missing != 0:
+        length = Int32(cute.arch.popc((missing & (0 - missing)) - 1))
+    return length
+
+
+@cute.jit
+def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32, processors: Int32, lane: Int32):
+    """The Scheduler: one warp; lane l serves processors l, l + 32, ... One round is one trip to memory.
+
+    Both queues hold blocks of B row tiles, B * columns tasks each; the last block is padded with tasks that processors
+    drop, so a task's place is plain arithmetic.
+    """
+    lanes_of = 5  # processors per lane: up to 160 blocks
+    counters = side_counters(a, side)
+    size = k.block_tiles
+    blocks = ceil_div(row_tiles, size)
+    per0, per1 = size * k.columns0, size * k.columns1
+    sent = cute.make_rmem_tensor(lanes_of, Int32)
+    free = cute.make_rmem_tensor(lanes_of, Int32)
+    sent.fill(0)
+    head0, head1, stopped = Int32(0), Int32(0), Int32(0)
+    start = cute.arch.globaltimer()
+    go = Boolean(True)
+    while go:
+        wanted = Int32(0)
+        for j in cutlass.range_constexpr(lanes_of):
+            free[j] = 0
+            if lane + 32 * j < processors:
+                taken = read(counters, taken_at(a, lane + 32 * j), sem="relaxed", scope="gpu")
+                free[j] = 1 - (sent[j] - taken)
+            wanted += free[j]
+        block0, block1 = head0 // per0, head1 // per1
+        entry0, entry1 = Int32(0), Int32(0)
+        if block0 + lane < blocks:
+            entry0 = read(counters, ready_at(a, 0, block0 + lane), sem="relaxed", scope="gpu")
+        if block1 + lane < blocks:
+            entry1 = read(counters, ready_at(a, 1, block1 + lane), sem="relaxed", scope="gpu")
+        inside0, inside1 = head0 - block0 * per0, head1 - block1 * per1
+        ready0 = prefix_of_ones(entry0 != 0) * per0 - inside0
+        ready1 = prefix_of_ones(entry1 != 0) * per1 - inside1
+        rank = wanted
+        for d in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(rank, 1 << d, mask_and_clamp=0)
+            if lane >= (1 << d):
+                rank += other
+        total = cute.arch.shuffle_sync(rank, 31)
+        rank -= wanted
+        give1 = min(total, ready1)
+        give0 = min(total - give1, ready0)
+        if head0 + head1 < blocks * (per0 + per1):
+            for j in cutlass.range_constexpr(lanes_of):
+                at1 = inside1 + rank
+                at0 = inside0 + max(rank - give1, Int32(0))
+                chosen1 = cute.arch.shuffle_sync(entry1, (at1 // per1) & 31) - 1
+                chosen0 = cute.arch.shuffle_sync(entry0, (at0 // per0) & 31) - 1
+                if free[j] > 0:
+                    if rank < give1 + give0:
+                        kind, block, place = Int32(GEMM1), chosen1, at1 % per1
+                        if rank >= give1:
+                            kind, block, place = Int32(GEMM0), chosen0, at0 % per0
+                        # the row tile runs fastest; the processor looks the expert slot up
+                        row_tile = block * size + place % size
+                        if row_tile >= row_tiles:
+                            kind = Int32(NONE)
+                        task = pack_task(Int64(kind), Int64(0), Int64(row_tile), Int64(place // size))
+                        sent[j] = sent[j] + 1
+                        write(
+                            counters,
+                            mail_at(a, processors, lane + 32 * j),
+                            pack_mail(Int64(sent[j]), task),
+                            Int64,
+                            sem="relaxed",
+                            scope="gpu",
+                        )
+                    rank += 1
+            head1 += give1
+            head0 += give0
+            if give0 + give1 > 0:
+                start = cute.arch.globaltimer()
+        else:
+            mine = Int32(0)
+            for j in cutlass.range_constexpr(lanes_of):
+                if lane + 32 * j < processors:
+                    mine = mine | (1 << j)
+                    if free[j] > 0 and ((stopped >> j) & 1) == 0:
+                        sent[j] = sent[j] + 1
+                        write(
+                            counters,
+                            mail_at(a, processors, lane + 32 * j),
+                            pack_mail(Int64(sent[j]), Int64(STOP)),
+                            Int64,
+                            sem="relaxed",
+                            scope="gpu",
+                        )
+                        stopped = stopped | (1 << j)
+            go = not cute.arch.vote_all_sync(stopped == mine)
+        if aborted(a):
+            go = Boolean(False)
+        elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+            if lane == 0:
+                fail(a, Role.SCHEDULER, Wait.ARRIVALS, Int32(0), head0 + head1, blocks * (per0 + per1))
+            go = Boolean(False)
+

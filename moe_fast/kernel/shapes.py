@@ -1,0 +1,315 @@
+"""What is fixed when the megakernel is compiled, and every size that follows from it.
+
+One compilation serves one (H, D, E, K, dtype, activation, gate, P, scheduler). S and the buffer sizes are run-time
+values, so a layer never recompiles when its batch changes.
+
+Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices per token, P ranks, X local expert slots,
+R rows of the dispatch buffer, T tile rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
+from moe_ref.layout import SIDES, align_up, ceil_div
+
+TILE_ROWS = 128
+"""T: rows of a task. Two consumer warpgroups compute 64 each."""
+TILE_COLUMNS = 256
+"""Columns of a task: the widest wgmma. A gated first product holds 128 gate and 128 up columns."""
+TILE_K = 64
+"""Depth of one pipeline stage: 128 bytes, the widest TMA swizzle."""
+HALF_COLUMNS = 128
+"""Rows of a weight matrix that one TMA load brings; a task takes two of them, which need not be neighbours."""
+CHUNK = 64
+"""Columns of one epilogue buffer of one warpgroup."""
+STAGES = 4
+THREADS = 384
+MAX_EXPERTS = 256
+"""The gate's logits of a token tile are one wgmma tile wide."""
+MAX_TOP_K = 8
+UNIT_ROWS = 4
+"""Rows that a warp copies under one fence."""
+BOOST_ROWS = 8192
+"""Rows per destination that all warps copy together before the first task, instead of the spare warps alone."""
+TOKEN_TILE = 32
+"""Tokens that share one arrival counter of returned rows."""
+SCHEDULERS = ("spare_warps", "os_block", "tickets")
+PLAN_WORDS = 16
+COUNTER_WORDS = 16
+"""Single counters of a call, before the per-tile ones: see `Counter`."""
+
+
+class Counter:
+    """Index of each single counter of a staging side (int32 words)."""
+
+    TICKET, PUSH, ROUTED, LISTED, PLANNED, READY0, READY1 = range(7)
+
+
+class PlanWord:
+    """Index of each word that the planner publishes."""
+
+    ROW_TILES, UNITS, STATUS = range(3)
+
+
+class Status:
+    """Bits of the error word that travels with the counts, so that every rank learns of it."""
+
+    NONFINITE, BAD_EXPERT, OVERFLOW = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """Compile-time description of a megakernel; build it with `from_config`, which refuses what isn't supported."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    ranks: int
+    dtype: str
+    activation: str
+    gated: bool
+    scoring: str
+    renormalize: bool
+    routed_scaling: float
+    selection_bias: bool
+    scheduler: str = "tickets"
+    trace: bool = False
+
+    @classmethod
+    def from_config(
+        cls, config: MoEConfig, ranks: int, scheduler: str = "tickets", trace: bool = False
+    ) -> KernelShape:
+        """Shape for a layer on `ranks` ranks.
+
+        Raises:
+            UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide.
+        """
+        problems = unsupported(config, ranks)
+        if scheduler not in SCHEDULERS:
+            problems.append(f"scheduler={scheduler!r} is not one of {', '.join(SCHEDULERS)}")
+        if problems:
+            raise UsageError(
+                'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
+            )
+        return cls(
+            config.hidden,
+            config.intermediate,
+            config.experts,
+            config.top_k,
+            ranks,
+            config.dtype,
+            config.activation,
+            config.gated,
+            config.scoring,
+            config.renormalize,
+            config.routed_scaling,
+            config.selection_bias,
+            scheduler,
+            trace,
+        )
+
+    @property
+    def name(self) -> str:
+        """Readable and unique name, used for cache files and reports."""
+        parts = [
+            f"h{self.hidden}d{self.intermediate}e{self.experts}k{self.top_k}p{self.ranks}",
+            {"bfloat16": "bf16", "float16": "fp16"}[self.dtype],
+            self.activation + ("_gated" if self.gated else ""),
+            self.scoring + ("_renorm" if self.renormalize else ""),
+        ]
+        parts += [f"scale{self.routed_scaling:g}"] if self.routed_scaling != 1.0 else []
+        parts += ["bias"] if self.selection_bias else []
+        parts += [self.scheduler] + (["trace"] if self.trace else [])
+        return "-".join(parts)
+
+    def to_dict(self) -> dict:
+        """Plain values."""
+        return asdict(self)
+
+    # --- sizes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def element_size(self) -> int:
+        """bytes of an element: 2"""
+        return 2
+
+    @property
+    def up_rows(self) -> int:
+        """rows of the first weight: 2 D if gated else D"""
+        return 2 * self.intermediate if self.gated else self.intermediate
+
+    @property
+    def columns0(self) -> int:
+        """column tiles of the first product: D / 128 if gated else D / 256"""
+        return self.intermediate // (HALF_COLUMNS if self.gated else TILE_COLUMNS)
+
+    @property
+    def columns1(self) -> int:
+        """column tiles of the second product: H / 256"""
+        return self.hidden // TILE_COLUMNS
+
+    @property
+    def depth0(self) -> int:
+        """pipeline stages of one task of the first product (and of the gate): H / 64"""
+        return self.hidden // TILE_K
+
+    @property
+    def depth1(self) -> int:
+        """pipeline stages of one task of the second product: D / 64"""
+        return self.intermediate // TILE_K
+
+    @property
+    def group_tiles(self) -> int:
+        """Row tiles whose GEMM0 tasks are handed out together, column by column, before the GEMM1 tasks of the group
+        before: at least 200 tasks, so that a GEMM1 task asks for its inputs when they are there."""
+        return ceil_div(200, self.columns0)
+
+    @property
+    def block_tiles(self) -> int:
+        """Row tiles that become ready together in the modes with a Scheduler."""
+        return 2
+
+    @property
+    def slots(self) -> int:
+        """X = ceil(E / P)"""
+        return ceil_div(self.experts, self.ranks)
+
+    @property
+    def counts_stride(self) -> int:
+        """words of one rank's row of counts: E, a status word, padded to 128 bytes"""
+        return align_up(self.experts + 1, 32)
+
+    def owner(self, expert):
+        """Rank that holds `expert`: blocks of experts, the first E mod P ranks hold one more. Traced by the kernel."""
+        base, extra = divmod(self.experts, self.ranks)
+        if extra == 0:
+            return expert // base
+        head = extra * (base + 1)
+        if base == 0:
+            return expert
+        in_head = (expert - head) >> 31  # all ones when expert < head
+        clamped = (expert - head) & ~in_head
+        return ((expert // (base + 1)) & in_head) | ((extra + clamped // base) & ~in_head)
+
+    def first_expert(self, rank: int) -> int:
+        """First expert of a rank, as a Python int; `first_expert(P)` is E."""
+        base, extra = divmod(self.experts, self.ranks)
+        return rank * base + min(rank, extra)
+
+
+def unsupported(config: MoEConfig, ranks: int) -> list[str]:
+    """Everything about a layer that the megakernel can't do, in words; empty if it can."""
+    c, out = config, []
+    if c.dtype not in ("bfloat16", "float16"):
+        out.append(f"dtype={c.dtype} (only bfloat16 and float16)")
+    if c.activation == "clamped_swiglu":
+        out.append("activation='clamped_swiglu' (only relu, gelu, silu)")
+    for name in ("expert_bias", "router_bias", "interleaved", "shared_gate"):
+        if getattr(c, name):
+            out.append(f"{name}=True")
+    if c.shared_intermediate:
+        out.append(f"shared_intermediate={c.shared_intermediate} (no shared expert)")
+    if c.num_groups != 1:
+        out.append(f"num_groups={c.num_groups} (no group-limited choice)")
+    if c.top_k_order != "after_scores":
+        out.append(f"top_k_order='{c.top_k_order}'")
+    if c.layout != "compact":
+        out.append(f"layout='{c.layout}' (only compact)")
+    if c.capacity_factor is not None:
+        out.append(f"capacity_factor={c.capacity_factor} (dropless only)")
+    if c.experts > MAX_EXPERTS:
+        out.append(f"experts={c.experts} (at most {MAX_EXPERTS})")
+    if c.top_k > MAX_TOP_K:
+        out.append(f"top_k={c.top_k} (at most {MAX_TOP_K})")
+    if c.experts < ranks:
+        out.append(f"experts={c.experts} on {ranks} ranks (every rank needs an expert)")
+    if c.hidden % TILE_COLUMNS:
+        out.append(f"hidden={c.hidden} (must be a multiple of {TILE_COLUMNS})")
+    wide = HALF_COLUMNS if c.gated else TILE_COLUMNS
+    if c.intermediate % wide:
+        out.append(f"intermediate={c.intermediate} (must be a multiple of {wide} {'gated' if c.gated else 'ungated'})")
+    if ranks * c.max_tokens * c.top_k >= 2**31:
+        out.append(f"max_tokens={c.max_tokens} (ranks * max_tokens * top_k must stay below 2**31)")
+    return out
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Region:
+    """One named piece of a buffer: byte offset and length."""
+
+    offset: int
+    size: int
+
+
+def regions(sizes: dict[str, int]) -> tuple[dict[str, Region], int]:
+    """Lay pieces out one after the other, each on a multiple of 1024 bytes; returns them and the total."""
+    out, offset = {}, 0
+    for name, size in sizes.items():
+        out[name] = Region(offset, size)
+        offset += align_up(max(size, 16), 1024)
+    return out, offset
+
+
+def buffer_rows(shape: KernelShape, max_tokens: int) -> int:
+    """R = align(min(K, X) * max_tokens * P, T) + X * T: rows of one side of the dispatch buffer."""
+    most = min(shape.top_k, shape.slots) * max_tokens * shape.ranks
+    return align_up(most, TILE_ROWS) + shape.slots * TILE_ROWS
+
+
+def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region], int]:
+    """The symmetric heap, the same on every rank.
+
+    bytes = B * (R + K * max_tokens) * H * 2  (rows in, results back: `MoEConfig.compact_bytes` with T = 128)
+          + B * 4 * (R + R / T + max_tokens / 32 + P * E) + 4 P  (where each row goes home, arrival counters, counts)
+    """
+    rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
+    row_bytes = shape.hidden * shape.element_size
+    return regions(
+        {
+            "rows": SIDES * rows * row_bytes,
+            "returned": SIDES * routes * row_bytes,
+            "home": SIDES * rows * 4,
+            "arrived": SIDES * (rows // TILE_ROWS) * 4,
+            "back": SIDES * ceil_div(max(max_tokens, 1), TOKEN_TILE) * 4,
+            "counts": SIDES * shape.ranks * shape.counts_stride * 4,
+            "counts_flag": shape.ranks * 4,
+        }
+    )
+
+
+def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple[dict[str, Region], int]:
+    """Memory of one rank that no peer touches."""
+    rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
+    tiles, token_tiles = rows // TILE_ROWS, ceil_div(max(max_tokens, 1), TOKEN_TILE)
+    return regions(
+        {
+            "hidden": rows * shape.intermediate * shape.element_size,
+            "expert": routes * 4,
+            "weight": routes * 4,
+            "index": routes * 4,
+            "send": routes * 4,
+            "histogram": ceil_div(max(max_tokens, 1), TILE_ROWS) * shape.experts * 4,
+            "row_shift": shape.experts * 4,
+            "list_start": (shape.experts + shape.ranks + 1) * 4,
+            "plan": PLAN_WORDS * 4,
+            "tile_slot": tiles * 4,
+            "tile_rows": tiles * 4,
+            "arrived_target": SIDES * tiles * 4,
+            "back_target": SIDES * token_tiles * 4,
+            "counters": SIDES * counter_words(shape, max_tokens, blocks) * 4,
+            "control": 64,
+        }
+    )
+
+
+def counter_words(shape: KernelShape, max_tokens: int, blocks: int) -> int:
+    """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], taken, mails."""
+    tiles = buffer_rows(shape, max_tokens) // TILE_ROWS
+    return align_up(COUNTER_WORDS + 4 * tiles + 3 * blocks + 8, 32)

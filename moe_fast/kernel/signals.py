@@ -1,0 +1,198 @@
+"""Waits with a deadline, the abort flag and the error record; how roles talk through memory.
+
+A wait that runs past its deadline writes who waited for what into the record (pinned host memory), raises the abort
+flag and goes on as if it had succeeded. Every role looks at the flag, so the whole kernel drains and ends; nothing is
+sent or combined after it. That way no shared-memory pipeline can be left half full.
+
+Ordering: rows arrive by ordinary (generic proxy) stores and are read by TMA (async proxy): acquire, then a proxy fence,
+then the load. Counters of peers are added to at system scope, own ones at GPU scope.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from moe_fast.kernel.shapes import COUNTER_WORDS
+from moe_ref.runtime.encoding import reached
+
+EPOCH, EXITED, ABORT = range(3)
+"""Words of the control block."""
+
+ROLES = ("none", "gate", "planner", "dispatch", "loader", "combine", "dispatcher", "scheduler", "subscriber")
+WAITS = (
+    "nothing",
+    "token tiles routed",
+    "counts of rank",
+    "the plan",
+    "the send list",
+    "rows of tile",
+    "hidden tiles of row tile",
+    "returned rows of token tile",
+    "mail of processor",
+    "arrivals",
+)
+RECORD_WORDS = 8
+"""code, rank, role, wait, index, seen, expected, status"""
+
+
+class Role:
+    """Index into ROLES."""
+
+    GATE, PLANNER, DISPATCH, LOADER, COMBINE, DISPATCHER, SCHEDULER, SUBSCRIBER = range(1, 9)
+
+
+class Wait:
+    """Index into WAITS."""
+
+    ROUTED, COUNTS, PLAN, LIST, ARRIVED, HIDDEN, BACK, MAIL, ARRIVALS = range(1, 10)
+
+
+class Args(NamedTuple):
+    """Everything a launch passes: addresses (bytes), offsets in the symmetric heap (bytes), sizes."""
+
+    x: Int64
+    y: Int64
+    bias: Int64
+    given_expert: Int64
+    given_weight: Int64
+    peers: Int64
+    heap: Int64
+    rows_at: Int64
+    returned_at: Int64
+    home_at: Int64
+    arrived_at: Int64
+    back_at: Int64
+    counts_at: Int64
+    counts_flag_at: Int64
+    expert: Int64
+    weight: Int64
+    index: Int64
+    send: Int64
+    histogram: Int64
+    row_shift: Int64
+    list_start: Int64
+    plan: Int64
+    tile_slot: Int64
+    tile_rows: Int64
+    arrived_target: Int64
+    back_target: Int64
+    counters: Int64
+    control: Int64
+    record: Int64
+    trace: Int64
+    deadline: Int64
+    tokens: Int32
+    max_tokens: Int32
+    rows: Int32
+    rank: Int32
+    given: Int32
+    counter_words: Int32
+    token_tiles: Int32
+
+
+# --- addresses: plain functions, traced where they are called -----------------------------------------------------
+
+
+def gmem(address, dtype=Int32, align=None):
+    """Global pointer to an address in bytes."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align or dtype.width // 8)
+
+
+def word(address, index):
+    """Pointer to int32 number `index` at an address."""
+    return gmem(address + Int64(index) * 4)
+
+
+def read(address, index, dtype=Int32, **order):
+    """Element `index` of an array of 4- or 8-byte elements."""
+    return cute.arch.load(gmem(address + Int64(index) * (dtype.width // 8), dtype), dtype, **order)
+
+
+def write(address, index, value, dtype=Int32, **order):
+    """Store element `index`."""
+    cute.arch.store(gmem(address + Int64(index) * (dtype.width // 8), dtype), dtype(value), **order)
+
+
+def peer(a, rank):
+    """Base address of the symmetric heap of `rank`, mapped here."""
+    return read(a.peers, rank, Int64)
+
+
+def side_counters(a, side):
+    """Address of this call's local counters."""
+    return a.counters + Int64(side * a.counter_words) * 4
+
+
+def done_word(row_tile):
+    """Index of the counter of finished hidden tiles of a row tile."""
+    return COUNTER_WORDS + row_tile
+
+
+def add(address, index, value, scope, sem="relaxed"):
+    """Add to a counter without reading it."""
+    cute.arch.red(word(address, index), Int32(value), op="add", dtype="s32", sem=sem, scope=scope)
+
+
+def fetch_add(address, index, value=1):
+    """Add to a counter of this GPU and return what it was."""
+    return cute.arch.atomic_add(word(address, index), Int32(value), sem="relaxed", scope="gpu")
+
+
+# --- failure -------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def aborted(a: Args) -> Boolean:
+    """Whether some role has given up."""
+    return read(a.control, ABORT, sem="relaxed", scope="gpu") != 0
+
+
+@cute.jit
+def fail(a: Args, role: cutlass.Constexpr, wait: cutlass.Constexpr, index: Int32, seen: Int32, expected: Int32):
+    """Record the first failure for the host and tell all roles."""
+    first = cute.arch.atomic_cas(word(a.control, ABORT), cmp=Int32(0), val=Int32(1), sem="relaxed", scope="gpu")
+    if first == 0:
+        write(a.record, 1, a.rank)
+        write(a.record, 2, role)
+        write(a.record, 3, wait)
+        write(a.record, 4, index)
+        write(a.record, 5, seen)
+        write(a.record, 6, expected)
+        cute.arch.fence_acq_rel_sys()
+        write(a.record, 0, 1, sem="release", scope="sys")
+
+
+@cute.jit
+def wait_reached(
+    address: Int64,
+    index: Int32,
+    target: Int32,
+    a: Args,
+    role: cutlass.Constexpr,
+    wait: cutlass.Constexpr,
+    what: Int32,
+    scope: cutlass.Constexpr,
+) -> Boolean:
+    """Acquire-spin until the counter has reached `target`; False when the deadline passed or another role gave up."""
+    seen = read(address, index, sem="acquire", scope=scope)
+    ok = reached(seen, target)
+    if not ok:
+        start = cute.arch.globaltimer()
+        turns = Int32(0)
+        go = Boolean(True)
+        while go:
+            seen = read(address, index, sem="acquire", scope=scope)
+            ok = reached(seen, target)
+            go = not ok
+            turns += 1
+            if go and (turns & 15) == 0:
+                if aborted(a):
+                    go = Boolean(False)
+                elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+                    fail(a, role, wait, what, seen, target)
+                    go = Boolean(False)
+    return ok

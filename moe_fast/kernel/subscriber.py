@@ -1,0 +1,55 @@
+"""Subscribers: watch what peers put into this GPU's memory and turn complete row tiles into ready tasks.
+
+96 lanes share the blocks of row tiles; a block whose tiles all have their rows is appended to the ready queue of GEMM0.
+They use relaxed loads: whoever computes a tile acquires its counter.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from moe_fast.kernel.scheduler import make_ready
+from moe_fast.kernel.shapes import TILE_ROWS, KernelShape
+from moe_fast.kernel.signals import Args, Role, Wait, aborted, fail, read
+from moe_ref.layout import ceil_div
+from moe_ref.runtime.encoding import reached
+
+LANES = 96
+
+
+@cute.jit
+def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32, first: Int32):
+    """One lane: watch blocks first, first + 96, ... in turn until all of them are ready."""
+    size = k.block_tiles
+    blocks = ceil_div(row_tiles, size)
+    counters = a.heap + a.arrived_at + Int64(side * (a.rows // TILE_ROWS)) * 4
+    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+    # Lanes keep at most 32 blocks under watch at a time, one bit each; more come when those are through.
+    base = first
+    while base < blocks:
+        count = min(Int32(ceil_div(blocks - base, LANES)), Int32(32))
+        done = Int32(0)
+        left = count
+        start = cute.arch.globaltimer()
+        while left > 0:
+            for j in range(count):
+                if ((done >> j) & 1) == 0:
+                    block = base + j * LANES
+                    ok = Boolean(True)
+                    for t in range(block * size, min(block * size + size, row_tiles)):
+                        seen = read(counters, t, sem="relaxed", scope="sys")
+                        ok = ok and reached(seen, read(targets, t))
+                    if ok:
+                        make_ready(a, side, 0, block)
+                        done = done | (1 << j)
+                        left -= 1
+            if left > 0:
+                if aborted(a):
+                    left = Int32(0)
+                elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+                    fail(a, Role.SUBSCRIBER, Wait.ARRIVALS, base, count - left, count)
+                    left = Int32(0)
+        base += LANES * 32
+
