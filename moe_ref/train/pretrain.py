@@ -48,12 +48,12 @@ HELD_OUT_SEQUENCES = 128
 class Recipe:
     """What fixes a training run, together with the texts and the model's config."""
 
-    steps: int = 2000
+    steps: int = 1500
     batch: int = 16
     learning_rate: float = 3e-3
     warm_up: int = 100
     weight_decay: float = 0.1
-    balance: float = 5e-3
+    balance: float = 2e-3
     z: float = 1e-4
     clip: float = 1.0
     seed: int = 0
