@@ -165,7 +165,7 @@ def plot_report(report: Report, path: Path) -> None:
     colors = [palette(rank % palette.N) for rank in range(ranks)]
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 3, height_ratios=(1.15, 1), width_ratios=(1, 1.1, 1))
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.15, 1), width_ratios=(1.15, 1.1, 1.05))
     gate = "trained gate" if v["trained_gate"] else "untrained gate"
     figure.suptitle(
         f"{ranks} ranks x {v['tokens']} tokens of {Path(v['text']).name}, {v['experts']} experts, top {v['top_k']}, "
@@ -200,23 +200,25 @@ def _plot_ranks(axes, report: Report, colors: list) -> None:
     bars = axes.bar(range(len(rows_P)), rows_P, color=colors)
     axes.axhline(rows_P.mean(), color="black", linewidth=1, linestyle="--")
     if len(rows_P) <= 8:
-        axes.bar_label(bars, label_type="center", color="white", fontsize=9)
+        axes.bar_label(bars, label_type="center", color="white", fontsize=9 if len(rows_P) <= 4 else 7)
+        axes.set_xticks(range(len(rows_P)))
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(title=f"Load per rank: max/mean {report.values['max_over_mean']:.3f}", xlabel="rank", ylabel="rows")
-    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(top=max(1.0, rows_P.max() * 1.12))
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _plot_traffic(figure, axes, report: Report) -> None:
     sent_PG = report.rows_PG * report.config.row_bytes / 1e6
-    image = axes.imshow(sent_PG, cmap="Blues", vmin=0)
-    if len(sent_PG) <= 8:
+    # The scale ends above the largest value, so that an even exchange is not one dark square.
+    image = axes.imshow(sent_PG, cmap="Blues", vmin=0, vmax=max(1.5 * sent_PG.max(), 1e-9))
+    if len(sent_PG) <= 5:
         for (p, g), value in np.ndenumerate(sent_PG):
-            dark = value > 0.6 * sent_PG.max()
-            axes.text(g, p, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+            axes.text(g, p, f"{value:.3g}", ha="center", va="center", fontsize=8)
     axes.set(title="Dispatched, MB (diagonal stays)", xlabel="to rank", ylabel="from rank")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes, shrink=0.8)
 
 
