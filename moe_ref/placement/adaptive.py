@@ -1,4 +1,4 @@
-"""When to re-place: a manager that watches loads, predicts, and weighs the gain against the cost (FineMoE, section 6.4).
+"""When to re-place: a manager watches loads, predicts, and weighs the gain against the cost (FineMoE, section 6.4).
 
 Token scheduling evens out every batch; the placement only has to keep up with the long run. At every check the manager
 predicts loads by a moving average, asks the density formula what the present placement would make of them (and of noisy
@@ -73,7 +73,7 @@ class PlacementManager:
         threshold: float = 1.02,
         interval: int = 50,
         max_interval: int = 400,
-        noise: float = 0.4,
+        noise: float = 0.8,
         always: bool = False,
     ) -> None:
         for name, value in (("window", window), ("interval", interval), ("max_interval", max_interval)):

@@ -97,7 +97,8 @@ def asymmetric(
     *,
     candidates: int = 24,
     draws: int = 12,
-    noise: float = 0.4,
+    noise: float = 0.8,
+    uniform: float = 0.25,
     seed: int = 0,
 ) -> Placement:
     """A placement made for predicted loads; the same arguments give the same placement.
@@ -109,15 +110,20 @@ def asymmetric(
         candidates: arrangements that are drawn.
         draws: noisy loads that each is scored on.
         noise: standard deviation of the logarithm of a load around its prediction.
+        uniform: share of the load that is taken to be equal for all experts: what a prediction doesn't know. Without
+            it an expert that was cold gets a single replica, and when it becomes hot, nothing can be done.
         seed: of arrangements and noise.
 
     Raises:
         ValueError: bad loads or too few or too many slots, see `greedy_replica_counts`.
     """
     load = as_counts(load_E, ("expert",))
-    # Rounding to whole rows must not matter in the score, so few predicted rows are scaled up; so are many scaled down.
+    if not 0.0 <= uniform <= 1.0:
+        raise ValueError(f"uniform is {uniform}, expected a share from 0 to 1")
+    # As shares of 2^30, so that rounding to whole rows doesn't matter and nothing overflows.
     total = int(load.sum())
-    load = np.rint(load * (2**30 / total)).astype(np.int64) if total else np.full(len(load), 2**10)
+    share_E = load / total if total else np.full(len(load), 1 / len(load))
+    load = np.rint(((1 - uniform) * share_E + uniform / len(load)) * 2**30).astype(np.int64)
     counts = greedy_replica_counts(load, num_ranks * slots, num_ranks)
     rng = np.random.default_rng(seed)
     trials = noisy_draws(load, draws, noise, rng)

@@ -2,9 +2,9 @@
 
 A rank that gets an expert receives it from some rank that holds it at that time. In one round a rank sends at most one
 replica and receives at most one, so the transfers of a round don't compete for a link. To make room, a rank drops an
-expert that it won't keep, but never the last copy in existence. Every rank has one spare slot besides its X: with it the
-order always exists. (If every receiver were full with last copies, each would owe more experts to others than it waits
-for; all of them together can't.)
+expert that it won't keep, but never the last copy in existence. Every rank has one spare slot besides its X: with it
+the order always exists. (If every receiver were full of last copies, each would owe more experts to others than it
+waits for; all of them together can't.)
 
 What moves with a replica: weights, fp32 master weights, both moments of the optimiser. Only between optimiser steps.
 """

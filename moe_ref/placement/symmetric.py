@@ -5,7 +5,7 @@ experts than another (FineMoE, section 6.2). Which graph is best depends on how 
 
 replicas  experts                 recipe
 1         any                     round robin: no freedom, for comparison
-2         G(G-1)/2 or more        every pair of ranks, then perfect matchings (even G) or circulant steps for the rest
+2         G(G-1)/2 or more        every pair of ranks equally often; 8 x 32: complete graph + perfect matching
 2         exactly G^2/4           complete bipartite graph K_{n,n}
 2         fewer                   circulant with steps by spectral search
 3 and up  any                     translates of base blocks in Z_G whose differences are flat
@@ -94,30 +94,33 @@ def fill_blocks(blocks: list[tuple[int, ...]], count: int, num_ranks: int, size:
 def _pairs(num_ranks: int, num_experts: int) -> tuple[list[tuple[int, ...]], str]:
     """Two replicas: as many distinct edges as there are, evenly drawn."""
     every = num_ranks * (num_ranks - 1) // 2
-    whole, rest = divmod(num_experts, every)
+    sweeps, rest = divmod(num_experts, num_ranks)
     edges: list[tuple[int, ...]] = []
-    names = []
-    if whole:
-        edges += circulant_edges(num_ranks, tuple(range(1, num_ranks // 2 + 1))) * whole
-        names.append("complete graph" if whole == 1 else f"complete graph x {whole}")
-    matching = num_ranks // 2
-    if rest and whole and num_ranks % 2 == 0:
-        count, rest = divmod(rest, matching)
-        for pairs in matching_edges(num_ranks)[:count]:
-            edges += pairs
-        names += [f"{count} perfect matching{'s' * (count > 1)}"] * (count > 0)
-    elif rest and num_ranks % 2 == 0 and rest == matching * matching and num_ranks > 2:
-        edges += circulant_edges(num_ranks, tuple(range(1, matching + 1, 2)))
-        names.append(f"complete bipartite graph K_{{{matching},{matching}}}")
+    if num_experts >= every:
+        # One sweep g - g + s per step s = 1, 2, .., G - 1, 1, ..: after G - 1 of them every pair was drawn twice.
+        steps = [1 + sweep % (num_ranks - 1) for sweep in range(sweeps)]
+        for step in steps:
+            edges += [(g, (g + step) % num_ranks) for g in range(num_ranks)]
+        whole, extra = divmod(num_experts, every)
+        names = ["complete graph" if whole == 1 else f"complete graph x {whole}"]
+        if extra:
+            matching = num_ranks % 2 == 0 and extra == num_ranks // 2
+            names.append("perfect matching" if matching else f"{extra} more edges by the same sweeps")
+        if num_ranks % 2 == 0 and rest >= num_ranks // 2:
+            done = 2 * steps.count(num_ranks // 2) > steps.count(1) + steps.count(num_ranks - 1)
+            edges += matching_edges(num_ranks)[0] if done else [(g, g + num_ranks // 2) for g in range(num_ranks // 2)]
+            rest -= num_ranks // 2
+        fill_blocks(edges, rest, num_ranks, 2)
         rest = 0
-    elif rest:
-        count, rest = divmod(rest, num_ranks)
-        half = num_ranks % 2 == 0 and rest >= matching
-        rest -= matching * half
-        if count or half:
-            steps = best_steps(num_ranks, count, half)
-            edges += circulant_edges(num_ranks, steps)
-            names.append(f"circulant with steps {', '.join(map(str, steps))}")
+    elif num_ranks % 2 == 0 and num_experts == (num_ranks // 2) ** 2:
+        edges += circulant_edges(num_ranks, tuple(range(1, num_ranks // 2 + 1, 2)))
+        names, rest = [f"complete bipartite graph K_{{{num_ranks // 2},{num_ranks // 2}}}"], 0
+    else:
+        half = num_ranks % 2 == 0 and rest >= num_ranks // 2
+        steps = best_steps(num_ranks, sweeps, half)
+        edges += circulant_edges(num_ranks, steps)
+        names = [f"circulant with steps {', '.join(map(str, steps))}"] if steps else []
+        rest -= num_ranks // 2 * half
     if rest:
         fill_blocks(edges, rest, num_ranks, 2)
         names.append(f"{rest} edges between the emptiest ranks")
@@ -173,7 +176,7 @@ def symmetric(num_ranks: int, num_experts: int, replicas: int) -> Construction:
         ValueError: see `check_sizes`.
 
     >>> symmetric(8, 32, 2).recipe
-    'complete graph + 1 perfect matching'
+    'complete graph + perfect matching'
     """
     check_sizes(num_ranks, num_experts, replicas)
     if replicas == 1:
