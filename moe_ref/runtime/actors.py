@@ -28,7 +28,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_ref.runtime import encoding as enc
-from moe_ref.runtime.messages import CountsPut, Finish, Idle, Mail, Ready, ResultsPut, RowsPut, Stopped
+from moe_ref.runtime.messages import (
+    CountsPut,
+    Finish,
+    Idle,
+    Mail,
+    ProtocolViolation,
+    Ready,
+    ResultsPut,
+    RowsPut,
+    Stopped,
+)
 
 if TYPE_CHECKING:
     from moe_ref.runtime.rank import Rank
@@ -46,7 +56,7 @@ class Gate:
         rank = self.rank
         self.planned = False
         if not rank.rules.keep_counters:
-            rank.memory.reset(rank.side)
+            rank.memory.reset(rank.side, rank.row_side)
         data = rank.data.counts_payload(rank.epoch, rank.index)
         for dest in range(rank.call.ranks):
             rank.post(CountsPut(rank.epoch, rank.index, dest, data))
@@ -68,12 +78,12 @@ class Gate:
         rank, memory, call = self.rank, self.rank.memory, self.rank.call
         rank.data.read_counts(rank.index, rank.epoch)
         self.planned = True
-        target = memory.arrived_target[rank.side]
+        target = memory.arrived_target[rank.row_side]
         for index, tile in call.tiles[rank.index].items():
             target[index] = enc.next_target(target[index], tile.rows)
             memory.gemm0_target[index] = enc.next_target(memory.gemm0_target[index], call.shape.columns0)
         choices = call.choices[rank.index]
-        memory.returned_target[rank.side][: len(choices)] += choices * call.shape.columns1
+        memory.returned_target[rank.row_side][: len(choices)] += choices * call.shape.columns1
         rank.scheduler.set_total(call.total_tasks(rank.index) + rank.rules.extra_tasks)
         rank.subscriber.look_again()
         if not call.early_dispatch:
@@ -94,18 +104,22 @@ class Subscriber:
 
     def on_rows(self, put: RowsPut) -> None:
         """Signal of a RowsPut: its rows count towards the row tile."""
-        rank, side, tile = self.rank, put.epoch % self.rank.rules.sides, put.segment.row_tile
+        rank, side, tile = self.rank, put.epoch % self.rank.rules.row_sides, put.segment.row_tile
         seen = rank.memory.arrived[side]
         seen[tile] += put.segment.rows
-        if rank.gate.planned and side == rank.side and enc.reached(seen[tile], rank.memory.arrived_target[side][tile]):
+        if (
+            rank.gate.planned
+            and side == rank.row_side
+            and enc.reached(seen[tile], rank.memory.arrived_target[side][tile])
+        ):
             self.rows_complete(tile)
 
     def on_results(self, put: ResultsPut) -> None:
         """Signal of a ResultsPut: its rows count towards their token tiles."""
-        rank, side, tiles = self.rank, put.epoch % self.rank.rules.sides, put.segment.token_tiles
+        rank, side, tiles = self.rank, put.epoch % self.rank.rules.row_sides, put.segment.token_tiles
         seen = rank.memory.returned[side]
         seen[tiles] += put.segment.token_rows
-        if rank.gate.planned and side == rank.side:
+        if rank.gate.planned and side == rank.row_side:
             complete = tiles[enc.reached(seen[tiles], rank.memory.returned_target[side][tiles])]
             for tile in complete.tolist():
                 rank.post(Ready(enc.pack_task(enc.COMBINE, 0, tile, 0), 1))
@@ -113,23 +127,26 @@ class Subscriber:
     def look_again(self) -> None:
         """The targets have just moved: what was complete before would otherwise never be noticed."""
         rank, memory = self.rank, self.rank.memory
-        seen, target = memory.returned[rank.side], memory.returned_target[rank.side]
+        seen, target = memory.returned[rank.row_side], memory.returned_target[rank.row_side]
         tokens = rank.call.token_tiles(rank.index)
         nothing_expected = rank.call.choices[rank.index] == 0
         complete = enc.reached(seen[:tokens], target[:tokens]) & (nothing_expected | rank.rules.recheck)
         for tile in np.flatnonzero(complete).tolist():
             rank.post(Ready(enc.pack_task(enc.COMBINE, 0, tile, 0), 1))
         if rank.rules.recheck:
-            arrived, expected = memory.arrived[rank.side], memory.arrived_target[rank.side]
+            arrived, expected = memory.arrived[rank.row_side], memory.arrived_target[rank.row_side]
             for tile in rank.call.tiles[rank.index]:
                 if enc.reached(arrived[tile], expected[tile]):
                     self.rows_complete(tile)
 
     def rows_complete(self, tile: int) -> None:
         """All rows of a tile are here: its GEMM0 tasks are ready."""
-        rank = self.rank
-        slot = rank.call.tiles[rank.index][tile].slot
-        rank.post(Ready(enc.pack_task(enc.GEMM0, slot, tile, 0), rank.call.shape.columns0))
+        rank, found = self.rank, self.rank.call.tiles[self.rank.index].get(tile)
+        if found is None:
+            raise ProtocolViolation(
+                "stale", f"rank {rank.index} got rows of a tile {tile} that call {rank.epoch} lacks"
+            )
+        rank.post(Ready(enc.pack_task(enc.GEMM0, found.slot, tile, 0), rank.call.shape.columns0))
 
 
 class Scheduler:

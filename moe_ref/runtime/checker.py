@@ -1,15 +1,16 @@
 """Adversarial schedules: deliver messages in any order, and see that no order breaks the protocol.
 
     random_order   one run; every message, inside a rank too, waits until chance picks it
-    explore        every order of a small case: a depth-first search over all distinct states
+    Explorer       every order of a small case: a depth-first search over all distinct states
 
 In both, every read sees the call it is for, nothing is overwritten before it was read, every task runs exactly once,
 results are right, and no state is a deadlock (`moe_ref.runtime.stamps`); anything else raises ProtocolViolation with
 the deliveries that led there.
 
-What `explore` leaves to the adversary: the delivery of every payload and of every signal between ranks, when a task
-finishes, and when a rank launches its next call. Messages inside a rank that only hand work on (ready, mail, idle) are
-delivered at once in their order, and a rank's stores into its own memory are immediate; `random_order` frees those too.
+What `Explorer` leaves to the adversary: the delivery of every payload and of every signal between ranks, when a task
+finishes, and when a rank launches its next call. With `inside` also every message inside a rank (ready, mail, idle) and
+a rank's stores into its own memory, which otherwise are delivered at once, in the order in which they were sent.
+`random_order` always frees all of them.
 
 The search is cheap because a message changes one rank only: what a rank in state s does with message m is computed
 once, and the product of the ranks is walked in integers.
@@ -29,7 +30,7 @@ from moe_ref.runtime.messages import (
     Finish,
     Launch,
     Message,
-    Put,
+    ProtocolViolation,
     ResultsPut,
     RowsPut,
     Rules,
@@ -37,10 +38,13 @@ from moe_ref.runtime.messages import (
     destination,
 )
 from moe_ref.runtime.rank import Rank
-from moe_ref.runtime.stamps import ProtocolViolation, Stamps
+from moe_ref.runtime.stamps import Stamps
 
 Delivery = tuple[int, Message]
 """A message and the rank that it is for."""
+
+RANK_BITS = 24
+"""Bits of a rank's number in a state of the search."""
 
 
 def describe(delivery: Delivery) -> str:
@@ -64,20 +68,22 @@ class _Untimed:
 
     def __init__(self, calls: Sequence[CallPlan], processors: int, rules: Rules, data: Data | None = None) -> None:
         self.calls, self.rules = calls, rules
-        self.stamps = Stamps(calls, rules.sides) if data is None else None
-        self.data: Data = data or self.stamps  # type: ignore[assignment]
+        self.stamps = Stamps(calls, rules.sides, rules.row_sides)
+        self.data: Data = data or self.stamps
         self.ranks = [Rank(r, calls, processors, self, self.data, rules) for r in range(calls[0].ranks)]
         self.sent: list[Delivery] = []
         self.ended = [0] * len(self.ranks)
 
     def post(self, rank: int, message: Message) -> None:
-        is_put = isinstance(message, (CountsPut, RowsPut, ResultsPut))
-        self.sent.append((destination(message) if is_put else rank, message))
-        if is_put and not self.rules.payload_first:
+        if not isinstance(message, (CountsPut, RowsPut, ResultsPut)):
+            self.sent.append((rank, message))
+            return
+        self.sent.append((destination(message), message))
+        if not self.rules.payload_first:
             self.sent.append((destination(message), Signal(message)))
 
     def call_ended(self, rank: int, epoch: int) -> None:
-        if self.stamps is not None:
+        if self.data is self.stamps:
             self.stamps.end_call(rank, epoch)
         self.ended[rank] = epoch + 1
 
@@ -160,22 +166,87 @@ class Exploration:
 class Explorer:
     """Search over all orders of a small case.
 
-    A state is (one number per rank, bits of the messages in flight). The numbers stand for frozen rank states, the bits
-    for messages: no two equal messages are ever in flight together.
+    A state is one integer: a number per rank, which stands for a frozen rank state, and above them a bit per message in
+    flight (no two equal messages are ever in flight together).
+
+    Args:
+        calls, processors, rules: of the case.
+        inside: leave every message to the adversary, also those inside a rank and a rank's stores to itself.
     """
 
-    def __init__(self, calls: Sequence[CallPlan], processors: int = 1, rules: Rules | None = None) -> None:
-        self.rules = rules or Rules()
-        self.world = _Untimed(calls, processors, self.rules)
-        assert self.world.stamps is not None
+    def __init__(
+        self, calls: Sequence[CallPlan], processors: int = 1, rules: Rules | None = None, inside: bool = False
+    ) -> None:
+        self.inside = inside
+        self.world = _Untimed(calls, processors, rules or Rules())
         self.stamps = self.world.stamps
+        self.flight_shift = RANK_BITS * len(self.world.ranks)
         self.frozen: list[tuple] = []
         self.number: dict[tuple, int] = {}
         self.messages: list[Delivery] = []
         self.bit: dict[tuple[type, Delivery], int] = {}
         self.steps: dict[tuple[int, int], tuple[int, int] | ProtocolViolation] = {}
 
-    def _state_of(self, rank: int) -> int:
+    def run(self, limit: int = 5_000_000) -> Exploration:
+        """Search until everything was seen, a rule is broken, or `limit` distinct states were visited."""
+        found = Exploration()
+        ranks, calls, shift = len(self.world.ranks), len(self.world.calls), self.flight_shift
+        start = self._bits([(r, Launch(0)) for r in range(ranks)]) << shift
+        for rank in range(ranks):
+            start |= self._number(rank) << (RANK_BITS * rank)
+        came_from = {start: -1}
+        stack = [start]
+        steps, mask = self.steps, (1 << RANK_BITS) - 1
+        while stack:
+            state = stack.pop()
+            rest = state >> shift
+            if not rest:
+                numbers = [(state >> (RANK_BITS * r)) & mask for r in range(ranks)]
+                if any(self.frozen[n][1] < calls for n in numbers):
+                    for number in numbers:
+                        self._restore(number)
+                    return self._report(found, came_from, state, None, self.world.deadlock())
+                found.finals += 1
+            while rest:
+                low = rest & -rest
+                rest ^= low
+                message = low.bit_length() - 1
+                place = RANK_BITS * self.messages[message][0]
+                number = (state >> place) & mask
+                step = steps.get((number, message))
+                if step is None:
+                    step = steps[number, message] = self._step(number, message)
+                if isinstance(step, ProtocolViolation):
+                    return self._report(found, came_from, state, message, step)
+                found.transitions += 1
+                after = (state ^ (low << shift) ^ ((number ^ step[0]) << place)) | (step[1] << shift)
+                if after not in came_from:
+                    came_from[after] = state
+                    stack.append(after)
+            if len(came_from) >= limit:
+                found.states = len(came_from)
+                return found
+        found.states, found.complete = len(came_from), True
+        return found
+
+    def _step(self, number: int, message: int) -> tuple[int, int] | ProtocolViolation:
+        """What a rank in a state does with a message: (number of its next state, bits of what is then in flight)."""
+        rank, world = self._restore(number), self.world
+        free: list[Delivery] = []
+        at_once = deque([self.messages[message]])
+        try:
+            while at_once:
+                world.deliver(at_once.popleft())
+                for delivery in world.sent:
+                    (free if self.inside or _left_to_adversary(rank, delivery) else at_once).append(delivery)
+                world.sent.clear()
+        except ProtocolViolation as violation:
+            world.sent.clear()
+            return violation
+        return self._number(rank), self._bits(free)
+
+    def _number(self, rank: int) -> int:
+        """Number of the state in which a rank is now."""
         key = (rank, self.world.ended[rank], self.world.ranks[rank].freeze(), self.stamps.cells[rank].freeze())
         if key not in self.number:
             self.number[key] = len(self.frozen)
@@ -183,6 +254,7 @@ class Explorer:
         return self.number[key]
 
     def _restore(self, number: int) -> int:
+        """Bring a rank back into a state; returns the rank."""
         rank, self.world.ended[rank], state, cells = self.frozen[number]
         self.world.ranks[rank].thaw(state)
         self.stamps.cells[rank].thaw(cells)
@@ -199,80 +271,38 @@ class Explorer:
             bits |= 1 << self.bit[key]
         return bits
 
-    def _step(self, number: int, message: int) -> tuple[int, int] | ProtocolViolation:
-        """What a rank in a state does with a message: (its next state, bits of what it sends)."""
-        rank, world = self._restore(number), self.world
-        free: list[Delivery] = []
-        at_once = deque([self.messages[message]])
-        try:
-            while at_once:
-                world.deliver(at_once.popleft())
-                for delivery in world.sent:
-                    to_adversary = isinstance(delivery[1], (Finish, Launch)) or self._crosses(rank, delivery)
-                    (free if to_adversary else at_once).append(delivery)
-                world.sent.clear()
-        except ProtocolViolation as violation:
-            world.sent.clear()
-            return violation
-        return self._state_of(rank), self._bits(free)
-
-    def _crosses(self, rank: int, delivery: Delivery) -> bool:
-        message = delivery[1]
-        put: Message | Put = message.put if isinstance(message, Signal) else message
-        if isinstance(put, CountsPut):
-            return put.source != put.dest
-        return isinstance(put, (RowsPut, ResultsPut)) and put.segment.source != put.segment.owner
-
-    def run(self, limit: int = 2_000_000) -> Exploration:
-        """Search until everything was seen, a rule is broken, or `limit` distinct states were visited."""
-        found = Exploration()
-        ranks = len(self.world.ranks)
-        calls = len(self.world.calls)
-        start: tuple[int, ...] = (
-            *(self._state_of(r) for r in range(ranks)),
-            self._bits([(r, Launch(0)) for r in range(ranks)]),
-        )
-        parents: dict[tuple[int, ...], tuple[tuple[int, ...], int] | None] = {start: None}
-        stack = [start]
-        steps = self.steps
-        while stack:
-            state = stack.pop()
-            flight = rest = state[-1]
-            if not flight:
-                if any(self.frozen[n][1] < calls for n in state[:-1]):
-                    for number in state[:-1]:
-                        self._restore(number)
-                    return self._report(found, parents, state, None, self.world.deadlock())
-                found.finals += 1
-            while rest:
-                low = rest & -rest
-                rest ^= low
-                message = low.bit_length() - 1
-                rank = self.messages[message][0]
-                key = (state[rank], message)
-                step = steps.get(key)
-                if step is None:
-                    step = steps[key] = self._step(*key)
-                if isinstance(step, ProtocolViolation):
-                    return self._report(found, parents, state, message, step)
-                found.transitions += 1
-                after = (*state[:rank], step[0], *state[rank + 1 : -1], (flight ^ low) | step[1])
-                if after not in parents:
-                    parents[after] = (state, message)
-                    stack.append(after)
-            if len(parents) >= limit:
-                found.states = len(parents)
-                return found
-        found.states, found.complete = len(parents), True
-        return found
-
     def _report(
-        self, found: Exploration, parents: dict, state: tuple, message: int | None, violation: ProtocolViolation
+        self,
+        found: Exploration,
+        came_from: dict[int, int],
+        state: int,
+        message: int | None,
+        violation: ProtocolViolation,
     ) -> Exploration:
         path = [] if message is None else [describe(self.messages[message])]
-        step = parents[state]
-        while step is not None:
-            path.append(describe(self.messages[step[1]]))
-            step = parents[step[0]]
-        found.states, found.violation, found.path = len(parents), violation, path[::-1]
+        mask = (1 << RANK_BITS) - 1
+        while (before := came_from[state]) >= 0:
+            for candidate, (rank, _) in enumerate(self.messages):
+                if not (before >> self.flight_shift) & (1 << candidate):
+                    continue
+                number, place = (before >> (RANK_BITS * rank)) & mask, RANK_BITS * rank
+                step = self.steps.get((number, candidate))
+                if isinstance(step, tuple) and state == (
+                    before ^ (1 << candidate << self.flight_shift) ^ ((number ^ step[0]) << place)
+                ) | (step[1] << self.flight_shift):
+                    path.append(describe(self.messages[candidate]))
+                    break
+            state = before
+        found.states, found.violation, found.path = len(came_from), violation, path[::-1]
         return found
+
+
+def _left_to_adversary(rank: int, delivery: Delivery) -> bool:
+    """Whether the order of a message is free: it crosses between ranks, ends a task or begins a call."""
+    message = delivery[1]
+    put = message.put if isinstance(message, Signal) else message
+    if isinstance(put, CountsPut):
+        return put.source != put.dest
+    if isinstance(put, (RowsPut, ResultsPut)):
+        return put.segment.source != put.segment.owner
+    return isinstance(put, (Finish, Launch))

@@ -140,7 +140,10 @@ class Rules:
     """The protocol's rules. The defaults are right; every other value is a bug that the checker must find.
 
     Attributes:
-        sides: staging sides; 1 lets a fast rank overwrite what a slow one has not read.
+        sides: staging sides of the counts; 1 lets a fast rank overwrite counts that a slow one has not read.
+        row_sides: staging sides of rows, results and their counters. 1 is a bug where rows are sent before the counts of
+            all ranks are known (the paper's layout); where they wait for the counts (compact layout), a peer's counts
+            say that it has ended its last call, and one side would do: the search confirms it.
         payload_first: a signal follows its payload; False lets it overtake.
         keep_counters: counters grow over calls; False resets a side's counters when its call starts.
         recheck: after the targets are known, counters that were reached before are looked at again; False loses that
@@ -149,6 +152,7 @@ class Rules:
     """
 
     sides: int = SIDES
+    row_sides: int = SIDES
     payload_first: bool = True
     keep_counters: bool = True
     recheck: bool = True
@@ -175,3 +179,12 @@ class MegakernelTimeout(CheckFailed):
         self.waits = tuple(waits)
         shown = "; ".join(str(w) for w in self.waits[:4]) + ("; ..." if len(self.waits) > 4 else "")
         super().__init__(f"{reason}: {shown or 'no actor waits'}")
+
+
+class ProtocolViolation(CheckFailed):
+    """A rule of the protocol was broken. `rule` is one of: deadlock, overwritten, unwritten, stale, task, result."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        self.rule = rule
+        self.text = text
+        super().__init__(f"{rule}: {text}")

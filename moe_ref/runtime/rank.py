@@ -42,21 +42,22 @@ class Memory:
         returned, returned_target: [side] int64 [token tiles].
     """
 
-    def __init__(self, ranks: int, row_tiles: int, token_tiles: int, sides: int) -> None:
+    def __init__(self, ranks: int, row_tiles: int, token_tiles: int, sides: int, row_sides: int) -> None:
         self.counts_signal = [[0] * ranks for _ in range(sides)]
-        self.arrived = [[0] * row_tiles for _ in range(sides)]
-        self.arrived_target = [[0] * row_tiles for _ in range(sides)]
+        self.arrived = [[0] * row_tiles for _ in range(row_sides)]
+        self.arrived_target = [[0] * row_tiles for _ in range(row_sides)]
         self.gemm0_done = [0] * row_tiles
         self.gemm0_target = [0] * row_tiles
-        self.returned = [np.zeros(token_tiles, dtype=np.int64) for _ in range(sides)]
-        self.returned_target = [np.zeros(token_tiles, dtype=np.int64) for _ in range(sides)]
+        self.returned = [np.zeros(token_tiles, dtype=np.int64) for _ in range(row_sides)]
+        self.returned_target = [np.zeros(token_tiles, dtype=np.int64) for _ in range(row_sides)]
 
-    def reset(self, side: int) -> None:
+    def reset(self, side: int, row_side: int) -> None:
         """What the protocol never does (Rules.keep_counters)."""
-        for counters in (self.counts_signal, self.arrived, self.arrived_target):
-            counters[side] = [0] * len(counters[side])
+        self.counts_signal[side] = [0] * len(self.counts_signal[side])
+        for counters in (self.arrived, self.arrived_target):
+            counters[row_side] = [0] * len(counters[row_side])
         for counters in (self.returned, self.returned_target):
-            counters[side] = np.zeros_like(counters[side])
+            counters[row_side] = np.zeros_like(counters[row_side])
 
 
 class Rank:
@@ -85,7 +86,7 @@ class Rank:
         self.rules = rules or Rules()
         row_counters = max(call.row_counters for call in calls)
         token_tiles = max(call.token_tiles(index) for call in calls)
-        self.memory = Memory(calls[0].ranks, row_counters, token_tiles, self.rules.sides)
+        self.memory = Memory(calls[0].ranks, row_counters, token_tiles, self.rules.sides, self.rules.row_sides)
         self.epoch = -1
         self.gate = Gate(self)
         self.subscriber = Subscriber(self)
@@ -112,8 +113,13 @@ class Rank:
 
     @property
     def side(self) -> int:
-        """Staging side of the running call."""
+        """Staging side of the running call: encoding.side_of(epoch) unless the rules are broken."""
         return self.epoch % self.rules.sides
+
+    @property
+    def row_side(self) -> int:
+        """The same for rows, results and their counters."""
+        return self.epoch % self.rules.row_sides
 
     def post(self, message: Message) -> None:
         """Send a message."""
@@ -140,14 +146,14 @@ class Rank:
 
     def waits(self) -> list[Wait]:
         """What keeps the running call from ending, for the record of an expired deadline."""
-        rank, memory, side = self.index, self.memory, self.side
+        rank, memory, side = self.index, self.memory, self.row_side
         if self.epoch < 0:
             return [Wait(rank, "host", "its first launch", 0, 1)]
         want = enc.counts_signal(self.epoch)
         if not self.gate.planned:
             return [
                 Wait(rank, "gate", f"counts of rank {source}", seen, want)
-                for source, seen in enumerate(memory.counts_signal[side])
+                for source, seen in enumerate(memory.counts_signal[self.side])
                 if not enc.reached(seen, want)
             ]
         out = []

@@ -11,21 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_ref.errors import CheckFailed
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.callplan import CallPlan, Segment
-from moe_ref.runtime.messages import CountsPut, Data, Put, RowsPut, destination
+from moe_ref.runtime.messages import CountsPut, Data, ProtocolViolation, Put, RowsPut, destination
 
 MODULUS = 1_000_003
-
-
-class ProtocolViolation(CheckFailed):
-    """A rule of the protocol was broken. `rule` is one of: deadlock, overwritten, unwritten, stale, task, result."""
-
-    def __init__(self, rule: str, text: str) -> None:
-        self.rule = rule
-        self.text = text
-        super().__init__(f"{rule}: {text}")
 
 
 def row_value(epoch: int, rank: int, token: int) -> int:
@@ -100,11 +90,11 @@ class Stamps(Data):
     """Data of the checker.
 
     Args:
-        calls: geometry of the calls; sides: staging sides (Rules.sides).
+        calls: geometry of the calls; sides, row_sides: see Rules.
     """
 
-    def __init__(self, calls: Sequence[CallPlan], sides: int) -> None:
-        self.calls, self.sides = calls, sides
+    def __init__(self, calls: Sequence[CallPlan], sides: int, row_sides: int) -> None:
+        self.calls, self.sides, self.row_sides = calls, sides, row_sides
         self.cells = [_RankCells() for _ in range(calls[0].ranks)]
         self.bits = [
             [{task.word: 1 << i for i, task in enumerate(call.tasks(rank))} for rank in range(call.ranks)]
@@ -158,9 +148,9 @@ class Stamps(Data):
         return tuple(row_value(epoch, segment.source, int(route) // top_k) for route in segment.route_N)
 
     def land(self, put: Put) -> None:
-        cells, side, shape = self.cells[destination(put)], put.epoch % self.sides, self.calls[put.epoch].shape
+        cells, side, shape = self.cells[destination(put)], put.epoch % self.row_sides, self.calls[put.epoch].shape
         if isinstance(put, CountsPut):
-            cells.counts.write((side, put.source), put.epoch, put.data, 1)
+            cells.counts.write((put.epoch % self.sides, put.source), put.epoch, put.data, 1)
         elif isinstance(put, RowsPut):
             for i, value in enumerate(put.data):
                 cells.rows.write((side, put.segment.first_row + i), put.epoch, value, shape.columns0)
@@ -178,7 +168,7 @@ class Stamps(Data):
         self._ran(rank, epoch, enc.pack_task(enc.GEMM0, tile.slot, row_tile, column))
         for segment in tile.segments:
             for row in range(segment.first_row, segment.first_row + segment.rows):
-                value = hidden_value(cells.rows.read((epoch % self.sides, row), epoch), tile.expert, column)
+                value = hidden_value(cells.rows.read((epoch % self.row_sides, row), epoch), tile.expert, column)
                 cells.hidden.write((row_tile, column, row), epoch, value, call.shape.columns1)
 
     def gemm1(self, rank: int, epoch: int, row_tile: int, column: int) -> list[tuple[int, ...]]:
@@ -201,7 +191,7 @@ class Stamps(Data):
         routed = {int(r) for segment in call.outgoing[rank] for r in segment.route_N}
         for token in range(token_tile * size, min((token_tile + 1) * size, call.tokens_P[rank])):
             results = [
-                cells.results.read((epoch % self.sides, route, column), epoch)
+                cells.results.read((epoch % self.row_sides, route, column), epoch)
                 for route in range(token * shape.top_k, (token + 1) * shape.top_k)
                 if route in routed
                 for column in range(shape.columns1)
