@@ -106,15 +106,15 @@ def _cuda() -> Check:
 
 
 def _assets() -> Check:
-    from moe_ref import text
-    from moe_ref.train import model
+    from moe_ref import main_job, text
 
     try:
         size = len(text.excerpt())
-        name = type(model.load_pretrained()).__name__
+        config, weights = main_job.trained_layer()
     except (OSError, ValueError) as error:
         return Check("package data", "problem", str(error), "reinstall moe-ref; its package data is incomplete")
-    return Check("package data", "ok", f"excerpt of {size} bytes, checkpoint of {name}")
+    found = f"excerpt of {size} bytes, trained layer of {config.experts} experts ({len(weights)} tensors)"
+    return Check("package data", "ok", found)
 
 
 def reference_checks() -> list[Check]:
