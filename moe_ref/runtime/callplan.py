@@ -153,6 +153,7 @@ def make_call(
     plan: Plan | None = None,
     capacity: int | None = None,
     epoch: int = 0,
+    early_dispatch: bool = True,
 ) -> CallPlan:
     """Geometry of a call.
 
@@ -163,6 +164,7 @@ def make_call(
         plan: quotas where experts have replicas; None is plain expert parallelism.
         capacity: None is the compact layout; otherwise slots per (source, local expert) of the paper's layout.
         epoch: number of the call; decides the staging side.
+        early_dispatch: with a capacity and one replica each, send rows before the counts of other ranks are known.
 
     Raises:
         ValueError: routing and placement disagree, or rows exceed the capacity; the message names what.
@@ -219,7 +221,7 @@ def make_call(
         outgoing.append(_sending_order(source, segments, ranks))
     check_fields(max(placement.slots, ranks), max((max(t, default=0) for t in tiles), default=0) + 1, shape.columns0)
     check_fields(1, max(map(len, choices)), shape.columns1)
-    early = capacity is not None and placement.max_replicas == 1
+    early = early_dispatch and capacity is not None and placement.max_replicas == 1
     return CallPlan(shape, layout, tuple(len(i) for i in expert_SK), early, tiles, outgoing, choices)
 
 

@@ -192,18 +192,7 @@ PRESETS: dict[str, Machine] = {
     "h200-8": _H200.replace(name="h200-8", gpus=8),
     "h100-8": _H200.replace(name="h100-8", gpus=8, memory_bytes_per_s=3.0e12, memory_bytes=80e9),
     "h100-8x8": _H200.replace(name="h100-8x8", gpus=64, memory_bytes_per_s=3.0e12, memory_bytes=80e9),
-    "a100-8": _H200.replace(
-        name="a100-8",
-        gpus=8,
-        sms=108,
-        flops_16=255e12,
-        flops_32=128e12,
-        memory_bytes_per_s=1.8e12,
-        memory_bytes=80e9,
-        link_bytes_per_s=200e9,
-        collective_bytes_per_s=200e9,
-        nic_bytes_per_s=22e9,
-    ),  # fmt: skip
+    "a100-8": _H200.replace(name="a100-8", gpus=8, sms=108, flops_16=255e12, flops_32=128e12),
 }
 """Filled with sources below once calibrated; see the docstring of `machine`."""
 

@@ -141,9 +141,9 @@ class Rules:
 
     Attributes:
         sides: staging sides of the counts; 1 lets a fast rank overwrite counts that a slow one has not read.
-        row_sides: staging sides of rows, results and their counters. 1 is a bug where rows are sent before the counts of
-            all ranks are known (the paper's layout); where they wait for the counts (compact layout), a peer's counts
-            say that it has ended its last call, and one side would do: the search confirms it.
+        row_sides: staging sides of rows, results and their counters. 1 is a bug where rows are sent before all counts
+            are known (the paper's layout). Where they wait for the counts (compact layout), a peer's counts say that it
+            has ended its last call, and one side would do: the search confirms it.
         payload_first: a signal follows its payload; False lets it overtake.
         keep_counters: counters grow over calls; False resets a side's counters when its call starts.
         recheck: after the targets are known, counters that were reached before are looked at again; False loses that
