@@ -1,8 +1,8 @@
 """Loads to balance: a model of them, and files of real ones.
 
 The model: popularity by Zipf's law in one fixed random order of the experts, log-normal noise per batch, and every
-rank's rows drawn from the noisy popularity (multinomial). It has the three things that matter: skew, drift from batch to
-batch, and differences between ranks.
+rank's rows drawn from the noisy popularity (multinomial). It has what matters: skew, drift from batch to batch, and
+differences between ranks.
 """
 
 from __future__ import annotations

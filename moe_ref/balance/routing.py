@@ -39,7 +39,12 @@ def _fill_in_order(supply_PE: np.ndarray, room_ED: np.ndarray) -> np.ndarray:
 
 
 def route(
-    counts_PE: np.ndarray, rows_ED: np.ndarray, placement: Placement, ranks_per_node: int | None = None
+    counts_PE: np.ndarray,
+    rows_ED: np.ndarray,
+    placement: Placement,
+    ranks_per_node: int | None = None,
+    own_ED: np.ndarray | None = None,
+    near_ED: np.ndarray | None = None,
 ) -> np.ndarray:
     """Quotas that keep every row and column sum: int64 [P, E, D].
 
@@ -48,11 +53,14 @@ def route(
         rows_ED: rows that each replica computes, int64; its row sums are the column sums of counts_PE.
         placement: replica sets.
         ranks_per_node: consecutive ranks that share a node; if given, replicas on the own node come second.
+        own_ED, near_ED: at most so many rows from the own rank, and from the own node; None for as many as there are.
     """
     rank_ED = placement.rank_ED
     quota_PED = np.zeros((*counts_PE.shape, rank_ED.shape[1]), dtype=np.int64)
     expert, replica = np.nonzero(rank_ED >= 0)
     own = np.minimum(local_rows(counts_PE, placement), rows_ED)
+    if own_ED is not None:
+        own = np.minimum(own, own_ED)
     quota_PED[rank_ED[expert, replica], expert, replica] = own[expert, replica]
     if ranks_per_node is not None:
         for first in range(0, placement.num_ranks, ranks_per_node):
@@ -60,6 +68,8 @@ def route(
             supply_PE = counts_PE[node] - quota_PED[node].sum(axis=2)
             on_node = (rank_ED >= first) & (rank_ED < first + ranks_per_node)
             room_ED = np.where(on_node, rows_ED - quota_PED.sum(axis=0), 0)
+            if near_ED is not None:
+                room_ED = np.minimum(room_ED, near_ED)
             quota_PED[node] += _fill_in_order(supply_PE, room_ED)
     quota_PED += _fill_in_order(counts_PE - quota_PED.sum(axis=2), rows_ED - quota_PED.sum(axis=0))
     return quota_PED

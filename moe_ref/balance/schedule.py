@@ -21,6 +21,7 @@ import numpy as np
 from moe_ref.balance import flow, flow_compiled, lp
 from moe_ref.balance.checks import check_counts, check_loads
 from moe_ref.balance.flow import ReplicaLoads
+from moe_ref.balance.groups import plan_groups
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.routing import local_rows, route
 from moe_ref.placement.placement import Placement
@@ -51,6 +52,7 @@ def schedule(
     method: str = "flow",
     *,
     expected_total: int | None = None,
+    group_size: int | None = None,
 ) -> Plan:
     """Plan of one micro-batch: how many rows every source rank sends to every replica of every expert.
 
@@ -61,6 +63,7 @@ def schedule(
         placement: replica sets.
         method: "flow", "flow_compiled", "lp" or "plain"; see the head of this module.
         expected_total: tokens * top_k over all ranks; if given, the counts must add up to it.
+        group_size: ranks of a scheduling group (see `groups`); None for one group of all ranks.
 
     Raises:
         ValueError: bad counts (the message names rank and expert), sizes that don't match, an unknown method.
@@ -77,7 +80,10 @@ def schedule(
     solver = METHODS.get(method)
     if solver is None:
         raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
-    return solver(check_counts(counts_PE, placement, expected_total), placement)
+    counts = check_counts(counts_PE, placement, expected_total)
+    if group_size is None or group_size == placement.num_ranks:
+        return solver(counts, placement)
+    return plan_groups(counts, placement, group_size, solver)
 
 
 def replica_loads(load_E: Any, placement: Placement, method: str = "flow") -> ReplicaLoads:
