@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moe_ref.layout import ceil_div
 from moe_ref.placement.placement import Placement
 
 
@@ -62,6 +63,27 @@ class Plan:
     def max_load(self) -> int:
         """Rows of the busiest rank."""
         return int(self.rank_loads.max())
+
+    @property
+    def lower_bound(self) -> int:
+        """Rows that some rank computes under every plan: the load trapped in the certificate, divided by its ranks.
+
+        The load of an expert is trapped if all its replicas lie in the certificate; 0 without a certificate.
+        """
+        if not self.certificate:
+            return 0
+        load_E = self.counts_PE.sum(axis=0)
+        trapped = sum(
+            int(load_E[expert])
+            for expert, ranks in enumerate(self.placement.ranks_of_expert)
+            if self.certificate.issuperset(ranks)
+        )
+        return ceil_div(trapped, len(self.certificate))
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the certificate proves that no plan has a smaller maximum load."""
+        return bool(self.certificate) and self.max_load == self.lower_bound
 
     @property
     def local_share(self) -> float:
