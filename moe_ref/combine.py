@@ -36,6 +36,9 @@ def return_rows(
     dense = CompactLayout(1, sent.layout.quota_PGX)
     rows = []
     for i, rank in enumerate(world.local_ranks):
+        if world.num_ranks == 1:  # one source: the two orders are the same
+            rows.append(output_NH[i])
+            continue
         by_source_N = torch.from_numpy(dense.receive_rows(rank)).to(output_NH[i].device)
         rows.append(output_NH[i].index_select(0, by_source_N))
     home = world.exchange(rows, sent.sizes_PG.T, anchor)
@@ -46,9 +49,9 @@ def return_rows(
             # Round 1 of the paper's tensor: results come back to the coordinate that mirrors the one they were sent to.
             heap_NH = rows_NH.new_full((sent.layout.heap_rows(rank), rows_NH.shape[1]), float("nan"))
             where_N = torch.from_numpy(sent.layout.home_rows(rank)).to(rows_NH.device)
-            rows_NH = heap_NH.index_copy(0, where_N, rows_NH).index_select(0, where_N)
+            rows_NH = heap_NH.index_copy_(0, where_N, rows_NH).index_select(0, where_N)
         routes = routing[i].expert_SK.numel()
-        returned.append(rows_NH.new_zeros(routes, rows_NH.shape[1]).index_copy(0, sent.route_N[i], rows_NH))
+        returned.append(rows_NH.new_zeros(routes, rows_NH.shape[1]).index_copy_(0, sent.route_N[i], rows_NH))
     return returned
 
 

@@ -92,6 +92,6 @@ def dispatch(
     for i, rank in enumerate(world.local_ranks):
         heap_NH = received[i].new_full((layout.heap_rows(rank), received[i].shape[1]), float("nan"))
         where_N = torch.from_numpy(layout.receive_rows(rank)).to(heap_NH.device)
-        heaps.append(heap_NH.index_copy(0, where_N, received[i]))
+        heaps.append(heap_NH.index_copy_(0, where_N, received[i]))
         received[i] = received[i][:0]
     return heaps, Dispatch(tuple(routes), sizes_PG, layout)
