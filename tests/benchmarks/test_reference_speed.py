@@ -4,8 +4,8 @@
 
 S = 2048, H = 512, D = 1024, E = 32, K = 4, fp32, gated, all cores; P = 1 and P = 4 (512 tokens per rank) with rows
 through the heap, same routing, gate left out on both sides. Time: shortest of nine interleaved repetitions (on a shared
-machine noise only adds). Memory: peak resident set of a fresh process during three forwards, weights included; beside it
-what the forwards added.
+machine noise only adds). Memory: peak resident set of a fresh process during three forwards, weights included; beside
+it what the forwards added.
 """
 
 from __future__ import annotations
