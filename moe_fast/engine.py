@@ -51,6 +51,7 @@ class Buffers:
     expert_SK: Tensor
     weight_SK: Tensor
     counts_PE: Tensor
+    tokens_P: Tensor
     rows_RH: Tensor
     hidden_RD: Tensor
     returned_NH: Tensor
@@ -92,6 +93,7 @@ class Engine:
         self.trace = torch.zeros(16, dtype=torch.int64, device=device)
         self.rows = buffer_rows(shape, max_tokens)
         self.counter_words = counter_words(shape, max_tokens, self.blocks)
+        self.calls = 0
         self.function = compiler.load(shape)
         self._fixed = self._fixed_arguments()
 
@@ -163,6 +165,7 @@ class Engine:
         arguments = [
             (Int64 if "Int64" in str(kind) else Int32)(values[name]) for name, kind in Args.__annotations__.items()
         ]
+        self.calls += 1
         stream = torch.cuda.current_stream(self.heap.device).cuda_stream
         self.function(
             Args(*arguments),
@@ -264,6 +267,12 @@ class Engine:
         """Calls that have ended; waits for the device."""
         return int(self.view(self.workspace, self.in_workspace["control"], torch.int32)[0])
 
+    def expert_ids(self, tokens: int) -> Tensor:
+        """What the last call's gate chose, int64 [S, K]; enqueued on the current stream, waits for nothing."""
+        region = self.in_workspace["expert"]
+        flat = self.view(self.workspace, region, torch.int32)[: tokens * self.shape.top_k]
+        return flat.view(tokens, self.shape.top_k).long()
+
     def buffers(self, tokens: int) -> Buffers:
         """Views of what the last call of S = `tokens` left behind; waits for the device."""
         shape, dtype = self.shape, torch.bfloat16 if self.shape.dtype == "bfloat16" else torch.float16
@@ -275,12 +284,13 @@ class Engine:
             flat = self.view(self.heap.memory, heap[name], kind)
             return flat.view(2, -1)[side]
 
-        counts = half("counts", torch.int32).view(shape.ranks, shape.counts_stride)[:, : shape.experts]
+        gathered = half("counts", torch.int32).view(shape.ranks, shape.counts_stride)
         plan = self.view(self.workspace, ws["plan"], torch.int32)
         return Buffers(
             self.view(self.workspace, ws["expert"], torch.int32)[:routes].view(tokens, shape.top_k),
             self.view(self.workspace, ws["weight"], torch.float32)[:routes].view(tokens, shape.top_k),
-            counts,
+            gathered[:, : shape.experts],
+            gathered[:, shape.experts + 1],
             half("rows", dtype).view(self.rows, shape.hidden),
             self.view(self.workspace, ws["hidden"], dtype).view(self.rows, shape.intermediate),
             half("returned", dtype).view(-1, shape.hidden)[:routes],

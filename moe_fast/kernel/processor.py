@@ -115,6 +115,9 @@ def return_rows(
     """
     row_bytes = k.hidden * k.element_size
     vector = ir.VectorType.get([4], Int32.mlir_type)
+    # The word may be here long before the rows are: only once results lie in the buffers have the rows, and with them
+    # their homes, arrived for sure.
+    cute.arch.mbarrier_wait(full, parity & 1)
     filled = read(a.tile_rows, row_tile)
     per_rank = a.max_tokens * k.top_k
     address = cute.make_rmem_tensor(4, Int64)

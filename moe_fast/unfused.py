@@ -1,0 +1,321 @@
+"""The chain that a user would pick instead of the megakernel: torch gate, sort, all-to-all, grouped_mm, combine.
+
+Two forms of the same arithmetic. `forward` is eager: it asks the host for the splits of the all-to-all, as such code does;
+its operations are frozen, so that ratios in results stay comparable from one version to the next. `Captured` is the tuned
+form: splits frozen for its routing, everything in one CUDA graph.
+
+It is the baseline of every figure, the second opinion for every value, and what the fused backend's backward recomputes.
+
+Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, X local slots, N routed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ref.balance.plan import Plan
+from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
+from moe_ref.gate import Routing
+from moe_ref.pipeline import Record
+from moe_ref.world import DistributedWorld
+
+if TYPE_CHECKING:
+    from moe_ref.layer import MoELayer
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
+    """One product per expert over consecutive rows; ends_X: where each expert's rows end, int32."""
+    function = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return function(rows_NH, weight_XHD, offs=ends_X)
+
+
+@dataclass(frozen=True)
+class ChainWeights:
+    """Parameters of one rank: router [E, H], up [X, U, H], down [X, H, D], selection bias [E] or None."""
+
+    router_EH: Tensor
+    up_XUH: Tensor
+    down_XHD: Tensor
+    selection_bias_E: Tensor | None = None
+
+
+def unsupported(config: MoEConfig) -> list[str]:
+    """Features of the reference that this chain leaves out, by name."""
+    out = []
+    if config.dtype not in ("bfloat16", "float16"):
+        out.append(f"dtype={config.dtype} (grouped_mm takes bfloat16 and float16)")
+    if config.activation not in ACTIVATIONS:
+        out.append(f"activation='{config.activation}'")
+    for name in ("expert_bias", "router_bias", "interleaved", "shared_gate"):
+        if getattr(config, name):
+            out.append(f"{name}=True")
+    if config.shared_intermediate:
+        out.append(f"shared_intermediate={config.shared_intermediate}")
+    if config.num_groups != 1:
+        out.append(f"num_groups={config.num_groups}")
+    if config.top_k_order != "after_scores":
+        out.append(f"top_k_order='{config.top_k_order}'")
+    if config.capacity_factor is not None:
+        out.append(f"capacity_factor={config.capacity_factor}")
+    return out
+
+
+def gate(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """(expert_SK int64, weight_SK fp32), logits summed in fp32."""
+    if torch.is_grad_enabled() or not x_SH.is_cuda:
+        logits_SE = F.linear(x_SH.float(), weights.router_EH.float())
+    else:
+        logits_SE = torch.mm(x_SH, weights.router_EH.t(), out_dtype=torch.float32)
+    scores_SE = logits_SE.softmax(-1) if config.scoring == "softmax" else logits_SE.sigmoid()
+    choice_SE = scores_SE if weights.selection_bias_E is None else scores_SE + weights.selection_bias_E
+    expert_SK = choice_SE.topk(config.top_k, dim=-1).indices
+    return expert_SK, weigh(scores_SE, expert_SK, config)
+
+
+def weigh(scores_SE: Tensor, expert_SK: Tensor, config: MoEConfig) -> Tensor:
+    """Weights of chosen experts."""
+    weight_SK = scores_SE.gather(1, expert_SK)
+    if config.renormalize:
+        weight_SK = weight_SK / weight_SK.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weight_SK * config.routed_scaling
+
+
+def feed_forward(rows_NH: Tensor, ends_X: Tensor, weights: ChainWeights, config: MoEConfig) -> Tensor:
+    """All local experts over expert-major rows."""
+    product = grouped_mm(rows_NH, weights.up_XUH.transpose(1, 2), ends_X)
+    act = ACTIVATIONS[config.activation]
+    if config.gated:
+        gate_ND, up_ND = product.split(config.intermediate, dim=1)
+        hidden_ND = act(gate_ND) * up_ND
+    else:
+        hidden_ND = act(product)
+    return grouped_mm(hidden_ND, weights.down_XHD.transpose(1, 2), ends_X)
+
+
+@dataclass
+class Routes:
+    """Where rows go, for one batch: integers only.
+
+    order_N: routes sorted by expert (masked ones left out); send, receive: rows per peer (host lists); arrange_N: received
+    rows into expert-major order; ends_X: int32 ends of the local experts; counts_PE: on the host.
+    """
+
+    order_N: Tensor
+    send: list[int]
+    receive: list[int]
+    arrange_N: Tensor | None
+    ends_X: Tensor
+    counts_PE: np.ndarray
+
+
+def local_experts(config: MoEConfig, rank: int, ranks: int) -> tuple[int, int]:
+    """First and last + 1 expert of a rank: blocks, the first E mod P ranks hold one more."""
+    base, extra = divmod(config.experts, ranks)
+    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
+
+
+def make_routes(expert_SK: Tensor, config: MoEConfig, group: Any = None, ranks: int = 1) -> Routes:
+    """Sort routes by expert and agree on the splits; asks the host once (three times with several ranks)."""
+    flat_N = expert_SK.flatten()
+    valid = int((flat_N >= 0).sum())
+    keyed = torch.where(flat_N >= 0, flat_N, config.experts)
+    order_N = torch.sort(keyed, stable=True).indices[:valid]
+    mine_E = torch.bincount(keyed, minlength=config.experts + 1)[: config.experts]
+    if ranks == 1:
+        ends_X = mine_E.cumsum(0).to(torch.int32)
+        return Routes(order_N, [valid], [valid], None, ends_X, mine_E.cpu().numpy()[None])
+    rank = dist.get_rank(group)
+    all_PE = mine_E.new_empty(ranks, config.experts)
+    dist.all_gather_into_tensor(all_PE, mine_E, group=group)
+    counts_PE = all_PE.cpu().numpy()
+    bounds = [local_experts(config, p, ranks) for p in range(ranks)]
+    low, high = bounds[rank]
+    send = [int(counts_PE[rank, a:b].sum()) for a, b in bounds]
+    receive = [int(counts_PE[p, low:high].sum()) for p in range(ranks)]
+    # received: by source, then expert; wanted: by expert, then source
+    here_PX = all_PE[:, low:high]
+    expert_N = torch.arange(high - low, device=flat_N.device).repeat(ranks).repeat_interleave(
+        here_PX.flatten(), output_size=sum(receive)
+    )
+    arrange_N = torch.sort(expert_N, stable=True).indices
+    ends_X = here_PX.sum(0).cumsum(0).to(torch.int32)
+    return Routes(order_N, send, receive, arrange_N, ends_X, counts_PE)
+
+
+class _Exchange(torch.autograd.Function):
+    """all_to_all_single whose backward is the opposite one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        out_NH = rows_NH.new_empty(sum(receive), rows_NH.shape[1])
+        dist.all_to_all_single(out_NH, rows_NH.contiguous(), receive, send, group=group)
+        return out_NH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0]
+        out = grad.new_empty(sum(ctx.send), grad.shape[1])
+        dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
+        return out, None, None, None
+
+
+def compute(
+    x_SH: Tensor,
+    weight_SK: Tensor,
+    routes: Routes,
+    weights: ChainWeights,
+    config: MoEConfig,
+    group: Any = None,
+    ranks: int = 1,
+    keep: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Dispatch, experts, return and combine for known routes; differentiable in x, weight_SK and the weights."""
+    tokens, k = weight_SK.shape
+    rows_NH = x_SH[routes.order_N // k]
+    if ranks > 1:
+        rows_NH = _Exchange.apply(rows_NH, routes.send, routes.receive, group)[routes.arrange_N]
+    out_NH = feed_forward(rows_NH, routes.ends_X, weights, config)
+    if keep is not None:
+        keep["rows"], keep["output"] = rows_NH, out_NH
+    if ranks > 1:
+        assert routes.arrange_N is not None
+        back_NH = torch.empty_like(out_NH).index_copy(0, routes.arrange_N, out_NH)
+        out_NH = _Exchange.apply(back_NH, routes.receive, routes.send, group)
+    returned_NH = x_SH.new_zeros(tokens * k, x_SH.shape[1]).index_copy(0, routes.order_N, out_NH)
+    if keep is not None:
+        keep["returned"] = returned_NH
+    return (returned_NH.view(tokens, k, -1) * weight_SK.unsqueeze(-1)).sum(1).to(x_SH.dtype)
+
+
+def forward(
+    x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1
+) -> Tensor:
+    """The eager chain, gate included."""
+    expert_SK, weight_SK = gate(x_SH, weights, config)
+    return compute(x_SH, weight_SK, make_routes(expert_SK, config, group, ranks), weights, config, group, ranks)
+
+
+class Captured:
+    """The tuned chain in one CUDA graph, gate and sort included; splits stay those of the routing it was captured with.
+
+    Replaying it with a batch whose routing has other splits would be wrong: it is a baseline for timing, refreshed by
+    capturing again.
+    """
+
+    def __init__(
+        self, x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1
+    ) -> None:
+        with torch.no_grad():
+            frozen = make_routes(gate(x_SH, weights, config)[0], config, group, ranks)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._step(x_SH, weights, config, frozen, group, ranks)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.y_SH = self._step(x_SH, weights, config, frozen, group, ranks)
+
+    @staticmethod
+    def _step(
+        x_SH: Tensor, weights: ChainWeights, config: MoEConfig, frozen: Routes, group: Any, ranks: int
+    ) -> Tensor:
+        expert_SK, weight_SK = gate(x_SH, weights, config)
+        order_N = torch.sort(expert_SK.flatten().to(torch.int16), stable=True).indices
+        routes = Routes(order_N, frozen.send, frozen.receive, frozen.arrange_N, frozen.ends_X, frozen.counts_PE)
+        return compute(x_SH, weight_SK, routes, weights, config, group, ranks)
+
+    def __call__(self) -> Tensor:
+        """Replay; the result is in `y_SH`."""
+        self.graph.replay()
+        return self.y_SH
+
+
+def group_of(layer: MoELayer) -> tuple[int, int, Any]:
+    """(rank, ranks, process group) of a layer whose process holds one rank.
+
+    Raises:
+        UsageError: several simulated ranks in one process.
+    """
+    world = layer.world
+    if isinstance(world, DistributedWorld):
+        return world.rank, world.num_ranks, world.group
+    if world.num_ranks != 1:
+        raise UsageError(
+            f"this backend runs one rank per process, the layer simulates {world.num_ranks}; use --ranks 1 or torchrun"
+        )
+    return 0, 1, None
+
+
+def layer_weights(layer: MoELayer) -> ChainWeights:
+    """A layer's parameters as the chain takes them."""
+    return ChainWeights(layer.router.weight, layer.up_parameter, layer.down_proj, layer.router.selection_bias)
+
+
+def check_layer(layer: MoELayer, name: str, problems: Sequence[str]) -> None:
+    """Raise UsageError, naming everything about the layer that a backend can't do."""
+    problems = list(problems)
+    from moe_ref.placement import Placement
+
+    if layer.placement != Placement.contiguous(layer.config.experts, layer.world.num_ranks):
+        problems.append("a placement other than experts in blocks, one replica each")
+    if problems:
+        raise UsageError(f'backend="{name}" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="ref".')
+
+
+def no_device() -> str | None:
+    """Why no CUDA device can be used; None if one can."""
+    if torch.cuda.is_available():
+        return None
+    built = "this torch is a CPU build" if torch.version.cuda is None else "no device or driver is visible"
+    return f"needs a CUDA device: {built}"
+
+
+class UnfusedBackend:
+    """Backend "unfused": the eager chain on a layer."""
+
+    name = "unfused"
+
+    def unavailable(self) -> str | None:
+        return no_device()
+
+    def forward(
+        self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
+    ) -> Record:
+        """See `moe_ref.backends.Backend`; hidden activations are not kept."""
+        check_layer(layer, self.name, unsupported(layer.config))
+        _, ranks, group = group_of(layer)
+        config, x = layer.config, x_SH[0]
+        weights = layer_weights(layer)
+        if routing is None:
+            expert_SK, weight_SK = gate(x, weights, config)
+        else:
+            expert_SK, weight_SK = routing[0].expert_SK, routing[0].weight_SK
+        routes = make_routes(expert_SK, config, group, ranks)
+        kept: dict[str, Tensor] | None = {} if keep else None
+        y_SH = compute(x, weight_SK, routes, weights, config, group, ranks, kept)
+        record = Record(
+            routing=[Routing(expert_SK, weight_SK)],
+            before_PE=routes.counts_PE,
+            counts_PE=routes.counts_PE,
+            tokens_P=layer.world.gather(np.array([[x.shape[0]]]))[:, 0],
+            plan=Plan.plain(routes.counts_PE, layer.placement),
+            y_SH=[y_SH],
+        )
+        if kept is not None:
+            record.rows_NH, record.output_NH = [kept["rows"]], [kept["output"]]
+            record.returned_NH = [kept["returned"]]
+        return record
