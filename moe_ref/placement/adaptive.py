@@ -1,9 +1,10 @@
 """When to re-place: a manager watches loads, predicts, and weighs the gain against the cost (FineMoE, section 6.4).
 
 Token scheduling evens out every batch; the placement only has to keep up with the long run. At every check the manager
-predicts loads by a moving average, asks the density formula what the present placement would make of them (and of noisy
-draws around them), and if that is worse than a threshold makes an asymmetric candidate. It moves if what the candidate
-saves until the next check is worth more than the move. While nothing has to move, checks become rarer.
+predicts loads by a moving average, asks the density formula what the present placement makes of the prediction and of
+the batches that it averages (they show how far a batch strays), and if that is worse than a threshold makes an
+asymmetric candidate. It moves if what the candidate saves until the next check is worth more than the move. While
+nothing has to move, checks become rarer.
 
 It proposes; who trains executes, between optimiser steps. It is deterministic: managers that saw the same loads propose
 the same. Every check leaves a line in the log.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_ref.balance.checks import check_loads
-from moe_ref.placement.asymmetric import asymmetric, mean_ratio, noisy_draws
+from moe_ref.placement.asymmetric import asymmetric, mean_ratio
 from moe_ref.placement.moves import MoveCost, MovePlan, plan_moves, relabelled
 from moe_ref.placement.placement import Placement
 
@@ -59,7 +60,6 @@ class PlacementManager:
         threshold: predicted ratio up to which the present placement is kept without further thought.
         interval: steps between checks; doubles after every check that moves nothing, up to `max_interval`.
         max_interval: see there.
-        noise: of the draws on which placements are scored.
         always: make and take a candidate at every check, whatever it costs, to measure that cost.
     """
 
@@ -73,7 +73,6 @@ class PlacementManager:
         threshold: float = 1.02,
         interval: int = 50,
         max_interval: int = 400,
-        noise: float = 0.8,
         always: bool = False,
     ) -> None:
         for name, value in (("window", window), ("interval", interval), ("max_interval", max_interval)):
@@ -86,14 +85,14 @@ class PlacementManager:
         placement.check_slots(placement.slots)
         self.placement = placement
         self.log: list[Decision] = []
-        self._cost, self._step_s, self._noise, self._always = cost, step_s, noise, always
+        self._cost, self._step_s, self._always = cost, step_s, always
         self._threshold, self._first_interval, self._max_interval = threshold, interval, max(max_interval, interval)
         self._interval, self._since = interval, 0
         self._recent: deque[np.ndarray] = deque(maxlen=window)
         self._step = 0
 
     def prediction(self) -> np.ndarray:
-        """Moving average of the loads, rounded to 1/1024 row: whole numbers, only proportions matter. int64 [E]."""
+        """Moving average of the experts' shares, as parts of 2^30, int64 [E]."""
         # Shares first: a batch with more tokens says no more about popularity than another.
         shares = [load / load.sum() for load in self._recent if load.sum()]
         if not shares:
@@ -125,15 +124,14 @@ class PlacementManager:
 
     def _decide(self) -> Decision:
         predicted = self.prediction()
-        # The same draws for both, others at every check.
-        draws = noisy_draws(predicted, 16, self._noise, np.random.default_rng(self._step))
-        ratio = mean_ratio(self.placement, draws)
+        seen = np.stack([predicted, *self._recent])
+        ratio = mean_ratio(self.placement, seen)
         if ratio <= self._threshold and not self._always:
             reason = f"predicted ratio {ratio:.3f} is within {self._threshold}"
             return Decision(self._step, ratio, None, 0.0, 0.0, None, False, reason)
-        made = asymmetric(predicted, self.placement.num_ranks, self.placement.slots, noise=self._noise, seed=self._step)
+        made = asymmetric(predicted, self.placement.num_ranks, self.placement.slots, seed=self._step)
         candidate = relabelled(made, self.placement)
-        candidate_ratio = mean_ratio(candidate, draws)
+        candidate_ratio = mean_ratio(candidate, seen)
         plan = plan_moves(self.placement, candidate, self._cost)
         gain_s = (ratio - candidate_ratio) * self._step_s * self._first_interval
         cost_s = self._cost.seconds(plan)
