@@ -73,6 +73,7 @@ class CallPlan:
         tiles: per owner {counter index: RowTile}, only tiles that have rows.
         outgoing: per source its segments in the order in which it puts them.
         choices: per rank int64 [token tiles]: routed (token, choice) pairs of each token tile.
+        routing: per rank the logical expert of every (token, choice), int64 [S, K].
     """
 
     shape: TileShape
@@ -82,6 +83,7 @@ class CallPlan:
     tiles: list[dict[int, RowTile]]
     outgoing: list[list[Segment]]
     choices: list[np.ndarray]
+    routing: list[np.ndarray]
 
     @property
     def ranks(self) -> int:
@@ -105,6 +107,18 @@ class CallPlan:
     def row_counters(self) -> int:
         """Row tile counters that a rank needs, the largest index + 1 of any rank."""
         return max((max(t, default=-1) for t in self.tiles), default=-1) + 1
+
+    def rows_PG(self) -> np.ndarray:
+        """Rows from rank to rank, int64 [P, P]."""
+        return self.layout.quota_PGX.sum(axis=2)
+
+    def slot_tiles(self) -> np.ndarray:
+        """Row tiles of each expert slot, int64 [P, X]."""
+        counts = np.zeros((self.ranks, self.layout.slots), dtype=np.int64)
+        for rank, tiles in enumerate(self.tiles):
+            for tile in tiles.values():
+                counts[rank, tile.slot] += 1
+        return counts
 
     def remote_rows(self) -> int:
         """Routed rows that cross a link on the way out (the same number crosses on the way home)."""
@@ -222,7 +236,7 @@ def make_call(
     check_fields(max(placement.slots, ranks), max((max(t, default=0) for t in tiles), default=0) + 1, shape.columns0)
     check_fields(1, max(map(len, choices)), shape.columns1)
     early = early_dispatch and capacity is not None and placement.max_replicas == 1
-    return CallPlan(shape, layout, tuple(len(i) for i in expert_SK), early, tiles, outgoing, choices)
+    return CallPlan(shape, layout, tuple(len(i) for i in expert_SK), early, tiles, outgoing, choices, list(expert_SK))
 
 
 def _choices(expert_SK: np.ndarray, shape: TileShape) -> np.ndarray:

@@ -93,6 +93,7 @@ class Run:
     busy_us: list[float]
     payload_bytes: list[int] = field(default_factory=lambda: [0, 0])
     counts_bytes: int = 0
+    last_put_us: float = 0.0
     tasks: int = 0
     events: int = 0
     intervals: list[Interval] = field(default_factory=list)
@@ -174,6 +175,7 @@ class Simulator:
                 self._next_put(where, message.link)  # pyright: ignore[reportAttributeAccessIssue]
             elif kind is RowsPut or kind is ResultsPut or kind is CountsPut:
                 rank = ranks[where]
+                self.run_.last_put_us = time
                 rank.data.land(message)  # pyright: ignore[reportArgumentType]
                 rank.signal(message)  # pyright: ignore[reportArgumentType]
             else:
@@ -261,7 +263,10 @@ class Simulator:
             for slot, n in tiles_of_slot.items()
         }
         first = {i: times[tile.slot][0] for i, tile in call.tiles[rank].items()}
-        second = {i: times[tile.slot][1] for i, tile in call.tiles[rank].items()}
+        second = {}
+        for i, tile in call.tiles[rank].items():
+            away = sum(s.rows for s in tile.segments if s.source != rank) / tile.rows
+            second[i] = times[tile.slot][1] + speed * machine.remote_us * away
         combine = [
             speed * machine.combine_time(call.combine_task(rank, t), shape) for t in range(call.token_tiles(rank))
         ]
