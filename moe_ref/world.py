@@ -139,9 +139,9 @@ class DistributedWorld(World):
 
     def gather(self, values_LN: np.ndarray) -> np.ndarray:
         mine_N = torch.as_tensor(np.asarray(values_LN, dtype=np.int64)[0]).to(self._device())
-        all_PN = mine_N.new_empty(self.num_ranks * mine_N.numel())
-        dist.all_gather_into_tensor(all_PN, mine_N, group=self.group)
-        return all_PN.view(self.num_ranks, -1).cpu().numpy()
+        all_PN = [torch.empty_like(mine_N) for _ in range(self.num_ranks)]
+        dist.all_gather(all_PN, mine_N, group=self.group)
+        return torch.stack(all_PN).cpu().numpy()
 
     def exchange(self, rows: Sequence[Tensor], sizes_PG: np.ndarray, anchor: Tensor | None = None) -> list[Tensor]:
         send, receive = sizes_PG[self.rank].tolist(), sizes_PG[:, self.rank].tolist()
