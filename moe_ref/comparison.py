@@ -7,8 +7,9 @@ layout a backend uses, so buffers with different tile heights compare position b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ _BUFFERS = (
 
 _EXACT = {"expert_SK", "counts_PE", "quota_PED", "rows_NH"}
 """Integers, and rows that are only moved: equal in every bit or wrong."""
+
+Place = tuple[int | None, int | None, int]
+"""(expert, tile, row) of an element; None where a buffer has no such thing."""
+
+_TILES_LISTED = 64
+"""A report names this many wrong tiles at most."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +142,7 @@ def _buffer(record: Record, name: str) -> list[Tensor] | None:
     return getattr(record, name)
 
 
-def _place(
-    record: Record, name: str, i: int, rank: int, row: int, tile_rows: int
-) -> tuple[int | None, int | None, int]:
+def _place(record: Record, name: str, i: int, rank: int, tile_rows: int, row: int) -> Place:
     """(expert, tile, row) that a person would look for: rows count within the expert's block where there is one."""
     if name in ("rows_NH", "hidden_ND", "output_NH") and record.plan is not None:
         end_X = np.cumsum(record.plan.quota_by_slot()[:, rank].sum(axis=0))
@@ -151,69 +156,106 @@ def _place(
     return None, row // tile_rows, row
 
 
+@dataclass
+class _Tally:
+    """Sums over the ranks of one buffer."""
+
+    first: Difference | None = None
+    wrong_tiles: dict[tuple[int, int, int], None] = field(default_factory=dict)
+    wrong: int = 0
+    elements: int = 0
+    largest: float = 0.0
+    bit_equal: bool = True
+    difference_squared: float = 0.0
+    expected_squared: float = 0.0
+
+
+def _matrix(value: Tensor) -> Tensor:
+    """Any buffer as float64 rows and columns."""
+    return value.detach().double().reshape(value.shape[0], math.prod(value.shape[1:]))
+
+
+def _compare_rank(
+    tally: _Tally,
+    a: Tensor,
+    b: Tensor,
+    tolerance: float,
+    rank: int,
+    where: Callable[[int], Place],
+    names: tuple[str, str],
+) -> None:
+    """Add one rank's matrices a (actual) and b (expected) to the tally; `where(row)` is (expert, tile, row)."""
+    tally.elements += b.numel()
+    if a.shape != b.shape:
+        value = float(b.flatten()[0]) if b.numel() else 0.0
+        place: Place = where(0) if b.numel() else (None, None, 0)
+        tally.first = tally.first or Difference(*names, rank, *place, 0, float("nan"), value)
+        tally.wrong += max(b.numel(), 1)
+        tally.bit_equal, tally.largest, tally.difference_squared = False, float("inf"), float("inf")
+        return
+    if not b.numel():
+        return
+    same = (a == b) | (a.isnan() & b.isnan())
+    delta = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
+    good = delta <= tolerance * (b.abs() + b.square().nan_to_num().mean().sqrt())
+    tally.bit_equal = tally.bit_equal and bool(same.all())
+    tally.largest = max(tally.largest, float(delta.max()))
+    tally.difference_squared += float(delta.square().sum())
+    tally.expected_squared += float(b.square().nan_to_num().sum())
+    bad = (~good).nonzero()
+    tally.wrong += len(bad)
+    if len(bad) and tally.first is None:
+        row, column = (int(v) for v in bad[0])
+        tally.first = Difference(*names, rank, *where(row), column, float(a[row, column]), float(b[row, column]))
+    for row in bad[:, 0].unique().tolist():
+        if len(tally.wrong_tiles) >= _TILES_LISTED:
+            break
+        expert, tile, _ = where(row)
+        tally.wrong_tiles.setdefault((rank, -1 if expert is None else expert, -1 if tile is None else tile))
+
+
 def compare_buffer(
     stage: str, name: str, actual: Record, expected: Record, ranks: Sequence[int], dtype: torch.dtype, tile_rows: int
 ) -> BufferResult | None:
-    """Compare one buffer of two records; None where the expected side doesn't have it.
+    """Compare one buffer of two records; None where either side doesn't have it.
 
-    A buffer that the actual side lacks on some rank, or whose shape differs, is wrong in its first element.
+    A buffer that the actual side lacks on some rank, or whose shape differs, is wrong in its first element. A NaN or an
+    infinity on one side alone is wrong wherever it stands.
     """
     ours, theirs = _buffer(actual, name), _buffer(expected, name)
     if theirs is None or ours is None:
         return None
     tolerance = 0.0 if name in _EXACT else TOLERANCE[dtype]
-    wrong_tiles: dict[tuple[int, int, int], None] = {}
-    first, wrong, elements, largest, bit_equal = None, 0, 0, 0.0, True
-    squares = [0.0, 0.0]
+    tally = _Tally()
     for i, b in enumerate(theirs):
         rank = ranks[i] if len(theirs) == len(ranks) else 0
-        a = ours[i].detach().to(b.device) if i < len(ours) else b.new_zeros(0)
-        a, b = a.double(), b.detach().double()
-        a, b = (t.reshape(t.shape[0], math.prod(t.shape[1:])) for t in (a, b))
-        elements += b.numel()
-        if a.shape != b.shape:
-            bit_equal, wrong = False, wrong + max(b.numel(), 1)
-            place = _place(expected, name, i, rank, 0, tile_rows) if b.numel() else (None, None, 0)
-            first = first or Difference(
-                stage, name, rank, *place, 0, float("nan"), float(b.flatten()[0]) if b.numel() else 0.0
-            )
-            largest, squares = float("inf"), [float("inf"), 1.0]
-            continue
-        if not b.numel():
-            continue
-        delta = (a - b).abs()
-        bit_equal = bit_equal and bool(torch.equal(a, b))
-        # A NaN on either side alone is wrong, wherever it stands; the comparison is written so that NaN fails it.
-        good = (delta <= tolerance * (b.abs() + b.square().mean().sqrt())) | (a.isnan() & b.isnan())
-        largest = max(largest, float(delta.nan_to_num(nan=float("inf")).max()))
-        squares[0] += float(delta.nan_to_num(nan=float("inf")).square().sum())
-        squares[1] += float(b.square().nan_to_num().sum())
-        bad = (~good).nonzero()
-        wrong += len(bad)
-        for row in bad[:, 0].unique().tolist():
-            expert, tile, _ = _place(expected, name, i, rank, row, tile_rows)
-            wrong_tiles.setdefault((rank, -1 if expert is None else expert, -1 if tile is None else tile))
-            if len(wrong_tiles) >= 64:
-                break
-        if len(bad) and first is None:
-            row, column = (int(v) for v in bad[0])
-            first = Difference(
-                stage,
-                name,
-                rank,
-                *_place(expected, name, i, rank, row, tile_rows),
-                column,
-                float(a[row, column]),
-                float(b[row, column]),
-            )
-    scale = squares[1] ** 0.5
-    error = squares[0] ** 0.5 / scale if scale else (0.0 if squares[0] == 0 else float("inf"))
-    return BufferResult(stage, name, wrong == 0, bit_equal, error, largest, elements, wrong, list(wrong_tiles), first)
+        a = ours[i].to(b.device) if i < len(ours) else b.new_zeros(0)
+        where = partial(_place, expected, name, i, rank, tile_rows)
+        _compare_rank(tally, _matrix(a), _matrix(b), tolerance, rank, where, (stage, name))
+    scale, error = tally.expected_squared**0.5, tally.difference_squared**0.5
+    return BufferResult(
+        stage,
+        name,
+        ok=tally.wrong == 0,
+        bit_equal=tally.bit_equal,
+        relative_error=error / scale if scale else (0.0 if error == 0 else float("inf")),
+        max_abs_error=tally.largest,
+        elements=tally.elements,
+        wrong_elements=tally.wrong,
+        wrong_tiles=list(tally.wrong_tiles),
+        first=tally.first,
+    )
 
 
 def compare_records(
     actual: Record, expected: Record, ranks: Sequence[int], dtype: torch.dtype, tile_rows: int
-) -> list[BufferResult]:
-    """Compare every buffer that both records hold, in stage order."""
-    results = (compare_buffer(stage, name, actual, expected, ranks, dtype, tile_rows) for stage, name in _BUFFERS)
-    return [result for result in results if result is not None]
+) -> tuple[list[BufferResult], list[str]]:
+    """Compare every buffer that both records hold, in stage order; also the names of those that only one side has."""
+    results, missing = [], []
+    for stage, name in _BUFFERS:
+        result = compare_buffer(stage, name, actual, expected, ranks, dtype, tile_rows)
+        if result is not None:
+            results.append(result)
+        elif (_buffer(actual, name) is None) != (_buffer(expected, name) is None):
+            missing.append(name)
+    return results, missing

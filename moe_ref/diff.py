@@ -73,11 +73,12 @@ def compare(
                 )
             keep = {"gemm0": "rows_NH", "gemm1": "hidden_ND", "return": "output_NH"}[start_from]
             actual = resume(layer, x_SH, expected.routing, Record(**{keep: getattr(expected, keep)}))
-    results = compare_records(
+    results, missing = compare_records(
         actual, expected, layer.world.local_ranks, layer.config.torch_dtype, tile_rows or layer.config.tile_rows
     )
     last = STAGES.index(stop_after)
-    return Report(left.name, right.name, [r for r in results if STAGES.index(r.stage) <= last])
+    note = f"not compared, since only one side has it: {', '.join(missing)}" if missing else ""
+    return Report(left.name, right.name, [r for r in results if STAGES.index(r.stage) <= last], note)
 
 
 # --- a function of the user's own ----------------------------------------------------------------------------------
