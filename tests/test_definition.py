@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layers import FAMILIES, family
 
 from moe_ref import MoEConfig, MoELayer, Routing, cases
@@ -92,3 +94,28 @@ def test_row_tile_height_does_not_change_the_meaning() -> None:
     results = [MoELayer(config.replace(tile_rows=t), world=2)(x) for t in (1, 16, 128)]
     for other in results[1:]:
         assert relative_error(other, results[0]) <= 1e-14
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.integers(1, 6),
+    st.integers(0, 40),
+    st.sampled_from([None, *cases.KINDS]),
+    st.sampled_from(["compact", "fixed"]),
+    st.integers(0, 1000),
+)
+def test_gradients_of_any_layer(name: str, ranks: int, tokens: int, kind: str | None, layout: str, seed: int) -> None:
+    """Forward and gradients equal the definition's for any family, world, size, routing and layout."""
+    config = family(name, dtype="float64", layout=layout)
+    layer = MoELayer(config, world=ranks, seed=seed)
+    x = cases.make_tokens(tokens, config, seed).requires_grad_()
+    routing = None if kind is None else cases.make_routing(kind, tokens, config, seed, layer.placement)
+    y = layer(x, routing=routing)
+    expected = dense(layer, x, layer.gate(x) if routing is None else routing)
+    assert relative_error(y, expected) <= 1e-12
+    inputs = [x, layer.up_parameter, layer.down_proj]
+    got = torch.autograd.grad(y.square().sum(), inputs)
+    want = torch.autograd.grad(expected.square().sum(), inputs)
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) <= 1e-12
