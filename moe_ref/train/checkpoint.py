@@ -1,5 +1,7 @@
 """Model checkpoints: one safetensors file, the config as JSON in its metadata. Nothing is ever unpickled.
 
+The metadata has a single key, because safetensors writes several in random order: the same model is the same file.
+
 Weights are stored in float16 (the shipped model has to fit a package) and computed with in fp32, so what was evaluated
 is the model *after* the round trip.
 """
@@ -19,7 +21,10 @@ from safetensors.torch import save_file
 from moe_ref.errors import UsageError
 from moe_ref.train.model import ByteMoE, ByteMoEConfig
 
-FORMAT = "moe-ref byte model 1"
+METADATA_KEY = "moe_ref"
+"""Key of the metadata: a JSON object of `format`, `config` and `notes`."""
+
+FORMAT = "byte model 1"
 """Stands in the metadata of every checkpoint; another number is another format."""
 
 
@@ -32,8 +37,8 @@ def save_checkpoint(path: Path, model: ByteMoE, notes: dict[str, Any], dtype: to
         dtype: of the stored weights.
     """
     tensors = {name: value.detach().to(dtype).contiguous().cpu() for name, value in model.state_dict().items()}
-    metadata = {"format": FORMAT, "config": json.dumps(model.config.to_dict()), "notes": json.dumps(notes)}
-    save_file(tensors, path, metadata=metadata)
+    about = {"format": FORMAT, "config": model.config.to_dict(), "notes": notes}
+    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(about)})
 
 
 def load_checkpoint(path: Path) -> tuple[ByteMoE, dict[str, Any]]:
@@ -50,12 +55,14 @@ def load_checkpoint(path: Path) -> tuple[ByteMoE, dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not a readable safetensors file: {error}") from error
-    if metadata.get("format") != FORMAT:
-        raise UsageError(f"{path} has the format {metadata.get('format')!r}, expected {FORMAT!r}")
     try:
-        config = ByteMoEConfig.from_dict(json.loads(metadata["config"]))
-        notes = json.loads(metadata["notes"])
-    except (KeyError, ValueError) as error:
+        about = json.loads(metadata.get(METADATA_KEY, "{}"))
+        if about.get("format") != FORMAT:
+            raise UsageError(f"{path} has the format {about.get('format')!r}, expected {FORMAT!r}")
+        config, notes = ByteMoEConfig.from_dict(about["config"]), about["notes"]
+    except UsageError:
+        raise
+    except (KeyError, ValueError, AttributeError) as error:
         raise UsageError(f"the metadata of {path} can't be used: {error}") from error
     # The draw of weights that are overwritten at once must not move the caller's random state.
     with torch.random.fork_rng(devices=[]):

@@ -10,6 +10,7 @@ that was stopped goes on with --resume, bit for bit as if it had not been stoppe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -245,7 +246,12 @@ def main(
     save_checkpoint(out, model, notes)
     stored, _ = load_checkpoint(out)
     command = f"python -m moe_ref.train.pretrain --steps {steps} --seed {seed} --threads {threads}"
-    record = {**provenance(command, ("safetensors",)), **report(stored, corpora, recipe, progress)}
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()
+    record = {
+        **provenance(command, ("safetensors",)),
+        "checkpoint_sha256": digest,
+        **report(stored, corpora, recipe, progress),
+    }
     write_results(results, record)
     for name, values in record["held_out"].items():
         err.print(

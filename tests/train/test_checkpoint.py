@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from moe_ref import MoEConfig, text
 from moe_ref.errors import UsageError
-from moe_ref.train.checkpoint import FORMAT, load_checkpoint, save_checkpoint, tiny_moe
+from moe_ref.train.checkpoint import FORMAT, METADATA_KEY, load_checkpoint, save_checkpoint, tiny_moe
 from moe_ref.train.model import ByteMoE, ByteMoEConfig, hidden_states, moe_layer
 
 SMALL = ByteMoEConfig(MoEConfig(hidden=32, intermediate=16, experts=8, top_k=2), context=32)
@@ -46,13 +47,24 @@ def test_bad_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(UsageError, match=f"has the format None, expected '{FORMAT}'"):
         load_checkpoint(path)
-    save_file({"a": torch.zeros(1)}, path, metadata={"format": FORMAT, "notes": "{}", "config": '{"blocks": 1}'})
+    about = {"format": FORMAT, "notes": {}, "config": {"blocks": 1}}
+    save_file({"a": torch.zeros(1)}, path, metadata={METADATA_KEY: json.dumps(about)})
     with pytest.raises(UsageError, match=r"the metadata of .* can't be used: not the config"):
         load_checkpoint(path)
-    config = json.dumps(SMALL.to_dict())
-    save_file({"a": torch.zeros(1)}, path, metadata={"format": FORMAT, "notes": "{}", "config": config})
+    save_file({"a": torch.zeros(1)}, path, metadata={METADATA_KEY: "[1"})
+    with pytest.raises(UsageError, match=r"the metadata of .* can't be used"):
+        load_checkpoint(path)
+    about["config"] = SMALL.to_dict()
+    save_file({"a": torch.zeros(1)}, path, metadata={METADATA_KEY: json.dumps(about)})
     with pytest.raises(UsageError, match=r"the tensors of .* don't fit its config: .*Missing key"):
         load_checkpoint(path)
+
+
+def test_the_same_model_is_the_same_file(tmp_path: Path) -> None:
+    model = ByteMoE(SMALL)
+    for name in "ab":
+        save_checkpoint(tmp_path / name, model, {"why": "test"})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_shipped_checkpoint_is_small_and_names_its_recipe() -> None:
@@ -90,6 +102,7 @@ def test_shipped_gate_has_the_skew_of_a_trained_one() -> None:
 def test_record_of_the_training_belongs_to_the_checkpoint() -> None:
     record = json.loads((Path(__file__).parents[2] / "docs" / "results" / "tiny_moe_training.json").read_text())
     model, notes = tiny_moe()
+    assert record["checkpoint_sha256"] == hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
     assert record["recipe"] == notes["recipe"]
     assert record["config"] == model.config.to_dict()
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
