@@ -30,7 +30,6 @@ from moe_ref.balance.checks import SolverError, check_counts
 from moe_ref.balance.lp import quiet_highs
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.routing import local_rows, route
-from moe_ref.layout import ceil_div
 from moe_ref.placement.placement import Placement
 
 
@@ -101,14 +100,10 @@ def communication_aware(
     whole_3ED = np.zeros((3, *placement.rank_ED.shape), dtype=np.int64)
     whole_3ED[:, expert_N, replica_N] = np.floor(rows_N3.T * unit + 1e-6)
     filled_ED = np.minimum(np.cumsum(whole_3ED.sum(axis=0), axis=1), load_E[:, None])
-    rows = flow.divide(load_E.tolist(), placement, np.diff(filled_ED, axis=1, prepend=0).tolist())
-    target = max(ceil_div(int(load_E.sum()), placement.num_ranks), int(np.ceil((compute - 1e-6) * unit)))
-    _, trapped = flow.level(rows, placement, target)
-    rows_ED = np.zeros_like(placement.rank_ED)
-    for expert, parts in enumerate(rows):
-        rows_ED[expert, : len(parts)] = parts
-    quota_PED = route(counts, rows_ED, placement, ranks_per_node, own_ED=whole_3ED[0], near_ED=whole_3ED[1])
-    plan = Plan(placement, quota_PED, frozenset(trapped or ()))
+    target = int(np.ceil((compute - 1e-6) * unit))
+    loads = flow.solve(load_E, placement, np.diff(filled_ED, axis=1, prepend=0), target)
+    quota_PED = route(counts, loads.rows_ED, placement, ranks_per_node, own_ED=whole_3ED[0], near_ED=whole_3ED[1])
+    plan = Plan(placement, quota_PED, loads.certificate)
     return TradeOff(
         alpha,
         compute * unit,

@@ -78,67 +78,64 @@ def fill_evenly(amount: int, ranks: Sequence[int], load: list[int]) -> list[int]
     return parts
 
 
-def divide(load_E: Sequence[int], placement: Placement, start_ED: Sequence[Sequence[int]]) -> list[list[int]]:
-    """A first division: what replicas begin with stays there, the rest of each expert is poured over its replicas.
-
-    Args:
-        load_E: rows of each expert.
-        placement: replica sets.
-        start_ED: rows that replica j of expert e begins with; all zero to ignore locality.
-    """
-    rank_load = [0] * placement.num_ranks
-    rows = []
-    for expert, ranks in enumerate(placement.ranks_of_expert):
-        start = list(start_ED[expert][: len(ranks)])
-        for rank, amount in zip(ranks, start, strict=True):
-            rank_load[rank] += amount
-        rows.append(start)
-    for expert, ranks in enumerate(placement.ranks_of_expert):
-        rest = load_E[expert] - sum(rows[expert])
-        if rest:
-            poured = fill_evenly(rest, ranks, rank_load)
-            rows[expert] = [a + b for a, b in zip(rows[expert], poured, strict=True)]
-    return rows
+def pour(rest_E: Sequence[int], placement: Placement, load: list[int]) -> list[list[int]]:
+    """A first division: each expert's rows over its replicas, evening out the ranks; `load` is updated in place."""
+    return [
+        fill_evenly(rest, ranks, load) if rest else [0] * len(ranks)
+        for rest, ranks in zip(rest_E, placement.ranks_of_expert, strict=True)
+    ]
 
 
-def level(rows: list[list[int]], placement: Placement, target: int) -> tuple[int, list[int] | None]:
+def level(rows: list[list[int]], load: list[int], placement: Placement, target: int) -> tuple[int, list[int] | None]:
     """Move rows between replicas until no rank is above the smallest possible target.
 
     Args:
-        rows: rows[e][j] of replica j of expert e; changed in place.
+        rows: rows[e][j] of replica j of expert e; changed in place, like `load`.
+        load: rows of each rank.
         placement: replica sets.
         target: largest load that is allowed; raised where a certificate shows that it can't be kept.
 
     Returns:
         The target that was reached, and the certificate of its last raise (None if it was never raised).
     """
-    ranks_of, held = placement.ranks_of_expert, placement.replicas_of_rank
-    load = [sum(rows[e][j] for e, j in replicas) for replicas in held]
     certificate = None
-    while True:
-        reached = [rank for rank, amount in enumerate(load) if amount > target]
-        if not reached:
-            return target, certificate
-        # Breadth-first search from all of them at once; came[v] = (rank before v, expert, replica there, replica here).
-        came: list[tuple[int, int, int, int] | None] = [None] * len(load)
-        seen = [amount > target for amount in load]
-        moved = 0
-        for u in reached:
-            for expert, j in held[u]:
-                if not rows[expert][j]:
-                    continue
-                for i, v in enumerate(ranks_of[expert]):
-                    if not seen[v]:
-                        came[v] = (u, expert, j, i)
-                        if load[v] < target:
-                            moved += _push(v, came, rows, load, target)
-                        if load[v] >= target:  # no room (left): others may be reached through it
-                            seen[v] = True
-                            reached.append(v)
+    while max(load) > target:
+        moved, reached = search(rows, load, placement, target)
         if not moved:
             # Nothing leaves the reached set: what is in it is trapped in it.
             target = ceil_div(sum(load[rank] for rank in reached), len(reached))
             certificate = sorted(reached)
+    return target, certificate
+
+
+def search(rows: list[list[int]], load: list[int], placement: Placement, target: int) -> tuple[int, list[int]]:
+    """One breadth-first search from all ranks above the target, pushing rows to every rank below it that it finds.
+
+    Args:
+        rows: what may be moved, rows[e][j]; changed in place, like `load`.
+
+    Returns:
+        The rows that were moved, and the ranks that were reached.
+    """
+    ranks_of, held = placement.ranks_of_expert, placement.replicas_of_rank
+    seen = [amount > target for amount in load]
+    reached = [rank for rank, above in enumerate(seen) if above]
+    # How the search came to rank v: (rank before v, expert, its replica there, its replica here).
+    came: list[tuple[int, int, int, int] | None] = [None] * len(load)
+    moved = 0
+    for u in reached:
+        for expert, j in held[u]:
+            if not rows[expert][j]:
+                continue
+            for i, v in enumerate(ranks_of[expert]):
+                if not seen[v]:
+                    came[v] = (u, expert, j, i)
+                    if load[v] < target:
+                        moved += _push(v, came, rows, load, target)
+                    if load[v] >= target:  # no room (left): others may be reached through it
+                        seen[v] = True
+                        reached.append(v)
+    return moved, reached
 
 
 def _push(
@@ -165,7 +162,9 @@ def _push(
     return amount
 
 
-def solve(load_E: np.ndarray, placement: Placement, start_ED: np.ndarray | None = None) -> ReplicaLoads:
+def solve(
+    load_E: np.ndarray, placement: Placement, start_ED: np.ndarray | None = None, target: int = 0
+) -> ReplicaLoads:
     """The optimal integer division of checked loads.
 
     Args:
@@ -174,12 +173,22 @@ def solve(load_E: np.ndarray, placement: Placement, start_ED: np.ndarray | None 
         start_ED: rows that replica j of expert e begins with, int64 [E, D], in sum at most load_E; they stay as far as
             balance allows. Give each rank's own rows to its own replica (`routing.local_rows`): the same maximum load,
             far fewer rows that travel than by balancing first.
+        target: a larger maximum load to be content with, if there is a reason to.
     """
-    if start_ED is None:
-        start_ED = np.zeros_like(placement.rank_ED)
-    rows = divide(load_E.tolist(), placement, start_ED.tolist())
-    mean = ceil_div(int(load_E.sum()), placement.num_ranks)
-    max_load, trapped = level(rows, placement, mean)
+    load = [0] * placement.num_ranks
+    target = max(target, ceil_div(int(load_E.sum()), placement.num_ranks))
+    start: list[list[int]] = [] if start_ED is None else start_ED.tolist()
+    rest_E = load_E if start_ED is None else load_E - start_ED.sum(axis=1)
+    for ranks, parts in zip(placement.ranks_of_expert, start, strict=False):
+        for rank, part in zip(ranks, parts, strict=False):
+            load[rank] += part
+    rows = pour(rest_E.tolist(), placement, load)
+    if start:
+        # First only what was poured moves; what replicas began with gives way where that isn't enough.
+        while max(load) > target and search(rows, load, placement, target)[0]:
+            pass
+        rows = [[a + b for a, b in zip(have, parts, strict=False)] for have, parts in zip(rows, start, strict=True)]
+    max_load, trapped = level(rows, load, placement, target)
     certificate = frozenset(range(placement.num_ranks) if trapped is None else trapped)
     rows_ED = np.zeros_like(placement.rank_ED)
     for expert, parts in enumerate(rows):

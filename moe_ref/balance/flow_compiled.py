@@ -101,52 +101,38 @@ def _push(sink, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
 
 
 @njit(cache=True, nogil=True)
-def _level(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, trapped_P):
-    """`flow.level`: returns the target that was reached; `trapped_P` becomes the mask of the certificate."""
+def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P):
+    """`flow.search`: whether anything moved; `seen` becomes the mask of the ranks that were reached."""
     ranks = load_P.shape[0]
-    from_rank = np.empty(ranks, np.int64)
-    by_expert = np.empty(ranks, np.int64)
-    out_of = np.empty(ranks, np.int64)
-    into = np.empty(ranks, np.int64)
-    queue = np.empty(ranks, np.int64)
-    seen = np.empty(ranks, np.bool_)
-    while True:
-        tail = 0
-        for rank in range(ranks):
-            above = load_P[rank] > target
-            seen[rank] = above
-            if above:
-                from_rank[rank] = -1
-                queue[tail] = rank
-                tail += 1
-        if tail == 0:
-            return target
-        head, moved = 0, False
-        while head < tail:
-            u = queue[head]
-            head += 1
-            for held in range(start_P1[u], start_P1[u + 1]):
-                expert, j = expert_held[held], replica_held[held]
-                if rows_ED[expert, j] == 0:
+    from_rank, by_expert, out_of, into, queue = scratch_5P
+    tail = 0
+    for rank in range(ranks):
+        above = load_P[rank] > target
+        seen[rank] = above
+        if above:
+            from_rank[rank] = -1
+            queue[tail] = rank
+            tail += 1
+    head, moved = 0, False
+    while head < tail:
+        u = queue[head]
+        head += 1
+        for held in range(start_P1[u], start_P1[u + 1]):
+            expert, j = expert_held[held], replica_held[held]
+            if rows_ED[expert, j] == 0:
+                continue
+            for i in range(count_E[expert]):
+                v = rank_ED[expert, i]
+                if seen[v]:
                     continue
-                for i in range(count_E[expert]):
-                    v = rank_ED[expert, i]
-                    if seen[v]:
-                        continue
-                    from_rank[v], by_expert[v], out_of[v], into[v] = u, expert, j, i
-                    if load_P[v] < target and _push(v, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
-                        moved = True
-                    if load_P[v] >= target:
-                        seen[v] = True
-                        queue[tail] = v
-                        tail += 1
-        if not moved:
-            total = 0
-            for rank in range(ranks):
-                trapped_P[rank] = seen[rank]
-                if seen[rank]:
-                    total += load_P[rank]
-            target = (total + tail - 1) // tail
+                from_rank[v], by_expert[v], out_of[v], into[v] = u, expert, j, i
+                if load_P[v] < target and _push(v, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
+                    moved = True
+                if load_P[v] >= target:
+                    seen[v] = True
+                    queue[tail] = v
+                    tail += 1
+    return moved
 
 
 @njit(cache=True, nogil=True)
@@ -157,22 +143,41 @@ def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held,
     load_P = np.zeros(ranks, np.int64)
     order = np.empty(rank_ED.shape[1], np.int64)
     trapped_P = np.ones(ranks, np.bool_)
+    seen = np.empty(ranks, np.bool_)
+    scratch_5P = np.empty((5, ranks), np.int64)
     total = 0
     for expert in range(experts):
         total += load_E[expert]
         if use_start:
             for j in range(count_E[expert]):
-                rows_ED[expert, j] = start_ED[expert, j]
                 load_P[rank_ED[expert, j]] += start_ED[expert, j]
     for expert in range(experts):
         rest = load_E[expert]
         if use_start:
             for j in range(count_E[expert]):
-                rest -= rows_ED[expert, j]
+                rest -= start_ED[expert, j]
         if rest > 0:
             _fill_evenly(rest, expert, rank_ED, count_E[expert], rows_ED, load_P, order)
     target = (total + ranks - 1) // ranks
-    target = _level(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, trapped_P)
+    if use_start:
+        while load_P.max() > target and _search(
+            rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P
+        ):
+            pass
+        for expert in range(experts):
+            for j in range(count_E[expert]):
+                rows_ED[expert, j] += start_ED[expert, j]
+    while load_P.max() > target:
+        if not _search(
+            rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P
+        ):
+            inside, size = 0, 0
+            for rank in range(ranks):
+                trapped_P[rank] = seen[rank]
+                if seen[rank]:
+                    inside += load_P[rank]
+                    size += 1
+            target = (inside + size - 1) // size
     return rows_ED, target, trapped_P
 
 
