@@ -2,7 +2,7 @@
 
     1. "tiles" and "megakernel" records fit flops_16, exposed and remote_us (what a persistent kernel's tiles take),
     2. "products" records fit chain_flops_share and product_us (a library's grouped products),
-    3. "chain" records fit issue_us, pass_bytes_per_s and collective_us (what a host-driven chain adds).
+    3. "chain" records fit issue_us, pass_bytes_per_s and sync_us (what a host-driven chain adds).
 
 Everything else is measured on its own or stated by a data sheet and stays. Each group is a least-squares fit of
 log(simulated / recorded) over the logarithms of its parameters (Gauss-Newton with damping): relative errors count, and
@@ -29,7 +29,7 @@ from moe_ref.runtime.workload import Workload
 GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("tiles", "megakernel"), ("flops_16", "exposed", "remote_us")),
     (("products",), ("chain_flops_share", "product_us")),
-    (("chain",), ("issue_us", "pass_bytes_per_s", "collective_us")),
+    (("chain",), ("issue_us", "pass_bytes_per_s", "sync_us")),
 )
 """(kinds of records, parameters that they fit), in the order in which they are fitted."""
 

@@ -201,7 +201,7 @@ def bulk(
     if call.ranks > 1:
         ranks.all_to_all("counts", np.full(rows_PG.shape, 4.0 * call.slot_tiles().shape[1]), node_P)
         ranks.payload = 0
-    ranks.sync()
+        ranks.sync()
     ranks.op("permute", _pass_us(machine, 2 * sent * row), launches=2)
     if call.ranks > 1:
         ranks.all_to_all("all-to-all out", rows_PG * row, node_P)
@@ -247,7 +247,7 @@ def chunked(
     if call.ranks > 1:
         ranks.all_to_all("counts", np.full((call.ranks, call.ranks), 4.0 * call.slot_tiles().shape[1]), node_P)
         ranks.payload = 0
-    ranks.sync()
+        ranks.sync()
     permuted = ranks.op("permute", _pass_us(machine, 2 * sent * row))
     sms = machine.sms - (machine.communication_sms if call.ranks > 1 else 0)
     arrived = [permuted] * CHUNKS
