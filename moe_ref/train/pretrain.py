@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,14 @@ def train(
     torch.manual_seed(recipe.seed)
     model = ByteMoE(config)
     optimizer = make_optimizer(model, recipe)
-    progress: dict[str, Any] = {"step": 0, "seconds": 0.0, "curve": []}
+    progress: dict[str, Any] = {"step": 0, "seconds": 0.0, "curve": [], "recipe": asdict(recipe)}
     if resume:
         progress = load_state(state, model, optimizer)
+        if progress["recipe"] != asdict(recipe):
+            raise UsageError(
+                f"{state} is of a run with {progress['recipe']}, expected {asdict(recipe)}; "
+                "resume with the same options, or start anew without --resume"
+            )
     columns = (
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(),
@@ -220,7 +225,7 @@ def report(model: ByteMoE, corpora: list[Corpus], recipe: Recipe, progress: dict
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "config": model.config.to_dict(),
-        "recipe": dict(recipe.__dict__),
+        "recipe": asdict(recipe),
         "train_bytes": {corpus.name: len(corpus.train) for corpus in corpora},
         "held_out": held_out,
         "seconds": round(progress["seconds"], 1),
@@ -242,7 +247,7 @@ def main(
     recipe = Recipe(steps=steps, seed=seed)
     corpora = [Corpus.of("prose", text.prose()), Corpus.of("code", text.code())]
     model, progress = train(TINY_MOE, recipe, corpora, state, resume)
-    notes = {"recipe": dict(recipe.__dict__), "texts": [corpus.name for corpus in corpora]}
+    notes = {"recipe": asdict(recipe), "texts": [corpus.name for corpus in corpora]}
     save_checkpoint(out, model, notes)
     stored, _ = load_checkpoint(out)
     command = f"python -m moe_ref.train.pretrain --steps {steps} --seed {seed} --threads {threads}"

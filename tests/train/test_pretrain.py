@@ -92,6 +92,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(corpora: list[Corpus], tmp_path: Path
         assert torch.equal(value, resumed.state_dict()[name]), f"the resumed run differs in {name}"
 
 
+def test_another_recipe_does_not_resume(corpora: list[Corpus], tmp_path: Path) -> None:
+    state = tmp_path / "state.safetensors"
+    train(SMALL, dataclasses.replace(RECIPE, steps=1), corpora, state)
+    with pytest.raises(UsageError, match=r"is of a run with .*'steps': 1,.*resume with the same options"):
+        train(SMALL, RECIPE, corpora, state, resume=True)
+
+
 def test_nothing_to_resume(corpora: list[Corpus], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no state .*; start without --resume"):
         train(SMALL, RECIPE, corpora, tmp_path / "gone.safetensors", resume=True)
