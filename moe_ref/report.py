@@ -215,7 +215,7 @@ def _plot_traffic(figure, axes, report: Report) -> None:
     image = axes.imshow(sent_PG, cmap="Blues", vmin=0, vmax=max(1.5 * sent_PG.max(), 1e-9))
     if len(sent_PG) <= 5:
         for (p, g), value in np.ndenumerate(sent_PG):
-            axes.text(g, p, f"{value:.3g}", ha="center", va="center", fontsize=8)
+            axes.text(g, p, f"{value:#.3g}", ha="center", va="center", fontsize=8)
     axes.set(title="Dispatched, MB (diagonal stays)", xlabel="to rank", ylabel="from rank")
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)
