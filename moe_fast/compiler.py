@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
 import tempfile
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moe_fast.kernel.shapes import KernelShape
+from moe_fast.kernel.shapes import CHUNK, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
 from moe_ref.errors import BackendUnavailable
 
 ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
+SHARED_BYTES = 1024 + STAGES * (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2 + TILE_ROWS * CHUNK * 2 * 2
+"""Shared memory of a block: barriers and the task word, pipeline stages, epilogue buffers."""
 
 
 def import_cutlass() -> Any:
@@ -107,3 +114,72 @@ def load(shape: KernelShape, folder: Path | None = None) -> Any:
     path = compile_to_file(shape, folder)
     module = cute.runtime.load_module(str(path))
     return getattr(module, SYMBOL)
+
+
+# --- what is in a compiled kernel ---------------------------------------------------------------------------------
+
+
+def cubin_of(data: bytes) -> bytes:
+    """The device code inside an object file (or the bytes themselves if they are device code)."""
+    at = data.find(b"\x7fELF")
+    while at >= 0:
+        if int.from_bytes(data[at + 18 : at + 20], "little") == 190:  # EM_CUDA
+            return data[at:]
+        at = data.find(b"\x7fELF", at + 4)
+    raise ValueError("no device code (ELF for EM_CUDA) in this file")
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack frame of the kernel, read from the cubin's ELF sections."""
+    (offset,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
+    names = cubin[sections[names_at][4] : sections[names_at][4] + sections[names_at][5]]
+    found = {"registers": 0, "stack_bytes": 0}
+    for section in sections:
+        name = names[section[0] : names.index(b"\0", section[0])].decode()
+        if name != ".nv.info":
+            continue
+        info, at = cubin[section[4] : section[4] + section[5]], 0
+        while at + 4 <= len(info):
+            kind, attribute, length = struct.unpack_from("<BBH", info, at)
+            if kind != 4:
+                at += 4
+                continue
+            value = struct.unpack_from(f"<{length // 4}I", info, at + 4)
+            if attribute == 0x2F:  # EIATTR_REGCOUNT
+                found["registers"] = max(found["registers"], value[1])
+            elif attribute == 0x11:  # EIATTR_FRAME_SIZE
+                found["stack_bytes"] = max(found["stack_bytes"], value[1])
+            at += 4 + length
+    return found
+
+
+def find_nvdisasm() -> str | None:
+    """NVIDIA's disassembler: on the PATH, or from the package nvidia-cuda-nvdisasm."""
+    on_path = shutil.which("nvdisasm")
+    if on_path:
+        return on_path
+    for folder in sys.path:
+        for candidate in sorted(Path(folder).glob("nvidia/*/bin/nvdisasm")) if folder else []:
+            return str(candidate)
+    return None
+
+
+def instructions(cubin: bytes) -> dict[str, int | None]:
+    """How many wgmma, TMA and spill instructions the kernel has; None without a disassembler."""
+    tool = find_nvdisasm()
+    if tool is None:
+        return dict.fromkeys(("wgmma", "tma_loads", "tma_stores", "spills"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    names = {"wgmma": r"\bHGMMA\b", "tma_loads": r"\bUTMALDG\b", "tma_stores": r"\bUTMASTG\b", "spills": r"\b(LDL|STL)\b"}
+    return {name: len(re.findall(pattern, text)) for name, pattern in names.items()}
+
+
+def inspect_file(path: Path) -> dict[str, int | None]:
+    """registers, stack_bytes, shared_bytes, wgmma, tma_loads, tma_stores, spills of a compiled variant."""
+    cubin = cubin_of(path.read_bytes())
+    return {**resources(cubin), "shared_bytes": SHARED_BYTES, **instructions(cubin)}

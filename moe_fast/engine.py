@@ -28,6 +28,15 @@ from moe_fast.kernel.shapes import (
 from moe_ref.errors import UsageError
 from moe_ref.layout import ceil_div
 
+TRACKS, EVENTS = 3, 512
+"""Tracks of a block and events of a track in traced variants; the kernel's are `signals.TRACKS` and `signals.EVENTS`."""
+
+
+def trace_words(blocks: int) -> int:
+    """int64 words of the trace: per block and track a header and EVENTS events of three words."""
+    return blocks * TRACKS * (EVENTS + 1) * 3
+
+
 DEADLINE_S = 10.0
 """Default deadline of every wait inside the kernel."""
 
@@ -90,7 +99,8 @@ class Engine:
         self.in_workspace, size = workspace_regions(shape, max_tokens, self.blocks)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self.record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
-        self.trace = torch.zeros(16, dtype=torch.int64, device=device)
+        # one call's events: read_timeline clears them, so trace one call at a time
+        self.trace = torch.zeros(trace_words(self.blocks) if shape.trace else 16, dtype=torch.int64, device=device)
         self.rows = buffer_rows(shape, max_tokens)
         self.counter_words = counter_words(shape, max_tokens, self.blocks)
         self.calls = 0
@@ -272,6 +282,13 @@ class Engine:
         region = self.in_workspace["expert"]
         flat = self.view(self.workspace, region, torch.int32)[: tokens * self.shape.top_k]
         return flat.view(tokens, self.shape.top_k).long()
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows that this rank's kernel stored into peers, over all calls (traced variants); waits for the device."""
+        from moe_fast.kernel.signals import SENT_ROWS
+
+        return int(self.view(self.workspace, self.in_workspace["control"], torch.int32)[SENT_ROWS])
 
     def buffers(self, tokens: int) -> Buffers:
         """Views of what the last call of S = `tokens` left behind; waits for the device."""

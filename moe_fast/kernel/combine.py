@@ -23,12 +23,40 @@ TOKENS_PER_TURN = 4
 
 
 @cute.jit
+def combine_vector(
+    k: cutlass.Constexpr[KernelShape],
+    dtype: cutlass.Constexpr,
+    a: Args,
+    first: Int64,
+    token: Int32,
+    weight: cute.Tensor,
+    valid: cute.Tensor,
+    inside: Int64,
+):
+    """One lane sums 8 elements, `inside` bytes into the rows; first: address of this side's returned rows."""
+    row_bytes = k.hidden * k.element_size
+    layout = cute.make_layout(VECTOR)
+    parts = [cute.make_rmem_tensor(VECTOR, dtype) for _ in range(k.top_k)]
+    for j in cutlass.range_constexpr(k.top_k):
+        row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside
+        cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[j])
+    total = cute.make_rmem_tensor(VECTOR, Float32)
+    total.fill(0.0)
+    for j in cutlass.range_constexpr(k.top_k):
+        # a masked route's row was never written: it may hold anything, NaN included
+        if valid[j] >= 0:
+            total.store(total.load() + parts[j].load().to(Float32) * weight[j])
+    out = cute.make_rmem_tensor(VECTOR, dtype)
+    out.store(total.load().to(dtype))
+    cute.autovec_copy(out, cute.make_tensor(gmem(a.y + Int64(token) * row_bytes + inside, dtype, 16), layout))
+
+
+@cute.jit
 def combine_token(
     k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, lane: Int32
 ):
     """One warp sums the K results of one token."""
     row_bytes = k.hidden * k.element_size
-    vectors = k.hidden // (32 * VECTOR)
     first = a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * row_bytes
     expert = Int32(-1)
     scale = Float32(0.0)
@@ -40,22 +68,12 @@ def combine_token(
     for j in cutlass.range_constexpr(k.top_k):
         weight[j] = cute.arch.shuffle_sync(scale, j)
         valid[j] = cute.arch.shuffle_sync(expert, j)
-    layout = cute.make_layout(VECTOR)
-    parts = [cute.make_rmem_tensor(VECTOR, dtype) for _ in range(k.top_k)]
-    for v in cutlass.range(vectors, unroll=1):
-        inside = Int64((v * 32 + lane) * 16)
-        for j in cutlass.range_constexpr(k.top_k):
-            row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside
-            cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[j])
-        total = cute.make_rmem_tensor(VECTOR, Float32)
-        total.fill(0.0)
-        for j in cutlass.range_constexpr(k.top_k):
-            # a masked route's row was never written: it may hold anything, NaN included
-            if valid[j] >= 0:
-                total.store(total.load() + parts[j].load().to(Float32) * weight[j])
-        out = cute.make_rmem_tensor(VECTOR, dtype)
-        out.store(total.load().to(dtype))
-        cute.autovec_copy(out, cute.make_tensor(gmem(a.y + Int64(token) * row_bytes + inside, dtype, 16), layout))
+    for v in cutlass.range(k.hidden // (32 * VECTOR), unroll=1):
+        combine_vector(k, dtype, a, first, token, weight, valid, Int64((v * 32 + lane) * 16))
+    if cutlass.const_expr(k.hidden % (32 * VECTOR) > 0):
+        inside = (k.hidden // (32 * VECTOR) * 32 + lane) * 16
+        if inside < row_bytes:
+            combine_vector(k, dtype, a, first, token, weight, valid, Int64(inside))
 
 
 @cute.jit

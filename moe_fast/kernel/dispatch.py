@@ -16,6 +16,7 @@ from cutlass._mlir import ir
 
 from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
+    SENT_ROWS,
     Args,
     Role,
     Wait,
@@ -37,11 +38,13 @@ IN_FLIGHT = 16
 
 
 @cute.jit
-def copy_pair(k: cutlass.Constexpr[KernelShape], source0: Int64, source1: Int64, target0: Int64, target1: Int64):
+def copy_pair(
+    k: cutlass.Constexpr[KernelShape], source0: Int64, source1: Int64, target0: Int64, target1: Int64, lane: Int32
+):
     """One warp copies two rows; addresses are this lane's first vector of each row."""
     vector = ir.VectorType.get([4], Int32.mlir_type)
-    per_row = k.hidden * k.element_size // (32 * VECTOR_BYTES)
     step = 32 * VECTOR_BYTES
+    per_row, tail = divmod(k.hidden * k.element_size, step)
     for first in cutlass.range_constexpr(0, per_row, IN_FLIGHT // 2):
         width = min(IN_FLIGHT // 2, per_row - first)
         near = [
@@ -56,6 +59,14 @@ def copy_pair(k: cutlass.Constexpr[KernelShape], source0: Int64, source1: Int64,
             cute.arch.store(gmem(target0 + (first + i) * step, Int32, VECTOR_BYTES), near[i])
         for i in cutlass.range_constexpr(width):
             cute.arch.store(gmem(target1 + (first + i) * step, Int32, VECTOR_BYTES), far[i])
+    if cutlass.const_expr(tail > 0):
+        # rows that are no multiple of 512 bytes: some lanes have one vector more
+        if lane * VECTOR_BYTES < tail:
+            here = per_row * step
+            one = cute.arch.load(gmem(source0 + here, Int32, VECTOR_BYTES), vector, cop="cs")
+            two = cute.arch.load(gmem(source1 + here, Int32, VECTOR_BYTES), vector, cop="cs")
+            cute.arch.store(gmem(target0 + here, Int32, VECTOR_BYTES), one)
+            cute.arch.store(gmem(target1 + here, Int32, VECTOR_BYTES), two)
 
 
 @cute.jit
@@ -82,6 +93,7 @@ def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, unit: Int
                     cute.arch.shuffle_sync(source, r + 1) + inside,
                     cute.arch.shuffle_sync(target, r) + inside,
                     cute.arch.shuffle_sync(target, r + 1) + inside,
+                    lane,
                 )
         mine = lane < UNIT_ROWS and begin + lane < end
         if mine:
@@ -94,6 +106,9 @@ def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, unit: Int
             cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_warp()
         if mine:
+            if cutlass.const_expr(k.trace):
+                if destination != a.rank:
+                    add(a.control, SENT_ROWS, 1, "gpu")
             add(base + a.arrived_at, side * (a.rows // TILE_ROWS) + row // TILE_ROWS, 1, "sys")
     cute.arch.sync_warp()
 

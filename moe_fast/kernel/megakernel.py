@@ -50,12 +50,14 @@ from moe_fast.kernel.signals import (
     EPOCH,
     EXITED,
     Args,
+    Phase,
     Role,
     Wait,
     aborted,
     done_word,
     fetch_add,
     gmem,
+    note,
     read,
     side_counters,
     wait_reached,
@@ -199,7 +201,7 @@ class MegaKernel:
                 elif warp_id == 2:
                     self.store(
                         a, aOut, tOut, sCs, s.sC.data_ptr(), chunk_full, chunk_empty, slot, word_full, word_empty,
-                        side, lane,
+                        side, block, lane,
                     )  # fmt: skip
                 else:
                     self.spare(a, side, block, processors, lane)
@@ -225,6 +227,23 @@ class MegaKernel:
                     write(a.control, EPOCH, epoch + 1)
 
     @cute.jit
+    def now(self) -> Int64:
+        """globaltimer in ns in traced variants, else 0."""
+        time = Int64(0)
+        if cutlass.const_expr(self.shape.trace):
+            time = Int64(cute.arch.globaltimer())
+        return time
+
+    @cute.jit
+    def mark(
+        self, a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: cutlass.Constexpr, me: Boolean
+    ):
+        """In traced variants the thread `me` notes a phase."""
+        if cutlass.const_expr(self.shape.trace):
+            if me:
+                note(a, block, track, start, Int64(what))
+
+    @cute.jit
     def load(
         self, a: Args, aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
@@ -247,12 +266,15 @@ class MegaKernel:
             pairs.append(
                 cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2))
             )
-        for atom, tensor in ((aFirst, tFirst), (aSecond, tSecond)):
+        # A gated task takes gate rows and up rows, D apart: the up rows are the same tensor seen from row D on. Rows beyond
+        # the matrix are zeros (TMA), columns beyond D are not stored (TMA again).
+        tUp = cute.domain_offset((k.intermediate, 0, 0), tFirst) if cutlass.const_expr(k.gated) else tFirst
+        for atom, tensor in ((aFirst, tFirst), (aFirst, tUp), (aSecond, tSecond)):
             tiled = cute.local_tile(tensor, (HALF_COLUMNS, TILE_K), (None, None, None))
             pairs.append(
                 cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2))
             )
-        (sX, gX), (sRows, gRows), (sHidden, gHidden), (sRouter, gRouter), (sFirst, gFirst), (sSecond, gSecond) = pairs
+        (sX, gX), (sRows, gRows), (sHidden, gHidden), (sRouter, gRouter), (sFirst, gFirst), (_, gUp), (sSecond, gSecond) = pairs
 
         count = Int32(0)
         if a.given == 0:
@@ -279,13 +301,13 @@ class MegaKernel:
                     )
                     cute.arch.fence_proxy("async")
                     if cutlass.const_expr(k.gated):
-                        low, high = column, column + k.intermediate // HALF_COLUMNS
+                        low, high = column, column
                     else:
                         low, high = column * 2, column * 2 + 1
                     count = load_product(
                         k.depth0, full, empty, count,
                         aRows, gRows[(None, side * (a.rows // TILE_ROWS) + row_tile, None)], sRows,
-                        aFirst, gFirst[(None, low, None, expert)], gFirst[(None, high, None, expert)], sFirst,
+                        aFirst, gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst,
                     )  # fmt: skip
                 else:
                     wait_reached(
@@ -303,7 +325,7 @@ class MegaKernel:
     def store(
         self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, sCs: cute.Tensor, buffers: cute.Pointer,
         full: cute.Pointer, empty: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
-        word_empty: cute.Pointer, side: Int32, lane: Int32,
+        word_empty: cute.Pointer, side: Int32, block: Int32, lane: Int32,
     ):  # fmt: skip
         """The storer warp."""
         k = self.shape
@@ -320,6 +342,10 @@ class MegaKernel:
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
+                start = Int64(0)
+                if cutlass.const_expr(k.trace):
+                    cute.arch.mbarrier_wait(full, parity & 1)
+                    start = Int64(cute.arch.globaltimer())
                 if kind == GEMM0:
                     for c in cutlass.range_constexpr(chunks):
                         for q in cutlass.range_constexpr(2):
@@ -350,6 +376,9 @@ class MegaKernel:
                 else:
                     return_rows(k, a, side, row_tile, column, parity, buffers, full, empty, lane)
                     parity += 2
+                if cutlass.const_expr(k.trace):
+                    if lane == 0:
+                        note(a, block, 1, start, word)
             number += 1
 
     @cute.jit
@@ -371,7 +400,9 @@ class MegaKernel:
                     subscribe(k, a, side, row_tiles, (block - 1) * 32 + lane)
             if pushes:
                 wait_list(a, side, processors)
+                start = self.now()
                 push(k, a, side, 0, lane)
+                self.mark(a, block, 2, start, Phase.PUSH, lane == 0)
 
     @cute.jit
     def consume(
@@ -403,18 +434,23 @@ class MegaKernel:
         # who goes where
         if block < processors:
             for tile in range(block, token_tiles, processors):
+                start = self.now()
                 if a.given == 0:
                     count = multiply(dtype, acc, a_frag, b_frag, full, empty, count, Int32(k.depth0))
                     gate.choose(k, a, acc, tile, scratch, thread)
                 else:
                     gate.take_given(k, a, tile, scratch, thread)
                 gate.rank_routes(k, a, side, tile, scratch, thread)
+                self.mark(a, block, 0, start, Phase.GATE, thread == 0)
         if block == blocks - 1:
             sync_consumers()
+            start = self.now()
             make_plan(k, a, epoch, side, scratch, thread)
+            self.mark(a, block, 0, start, Phase.PLAN, thread == 0)
         if thread == 0:
             wait_plan(a, side, Role.GATE)
         sync_consumers()
+        start = self.now()
         if block < processors:
             if not aborted(a):
                 for tile in range(block, token_tiles, processors):
@@ -424,8 +460,12 @@ class MegaKernel:
             wait_list(a, side, processors)
         sync_consumers()
 
+        self.mark(a, block, 0, start, Phase.LIST, thread == 0)
+
         # the first rows, with all hands
+        start = self.now()
         push(k, a, side, BOOST_ROWS, lane)
+        self.mark(a, block, 0, start, Phase.PUSH, thread == 0)
 
         # the products
         number, parity = Int32(0), Int32(0)
@@ -438,6 +478,11 @@ class MegaKernel:
                 depth = Int32(k.depth1)
                 if kind == GEMM0:
                     depth = Int32(k.depth0)
+                start = Int64(0)
+                if cutlass.const_expr(k.trace):
+                    # the wait for the first operands is not work
+                    cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+                    start = Int64(cute.arch.globaltimer())
                 count = multiply(dtype, acc, a_frag, b_frag, full, empty, count, depth)
                 if kind == GEMM0:
                     store_chunks(
@@ -451,10 +496,15 @@ class MegaKernel:
                         chunk_full, chunk_empty, values, packed,
                     )  # fmt: skip
                     parity += 2
+                if cutlass.const_expr(k.trace):
+                    if thread == 0:
+                        note(a, block, 0, start, word)
             number += 1
 
+        start = self.now()
         if not aborted(a):
             combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
+        self.mark(a, block, 0, start, Phase.COMBINE, thread == 0)
 
 
 

@@ -94,6 +94,7 @@ def make_plan(
         status = read(a.plan, PlanWord.STATUS)
         for p in cutlass.range_constexpr(k.ranks):
             write(peer(a, p) + a.counts_at, row + k.experts, status)
+            write(peer(a, p) + a.counts_at, row + k.experts + 1, a.tokens)
     cute.arch.fence_acq_rel_sys()
     sync_consumers()
     if thread < k.ranks:

@@ -124,6 +124,7 @@ def return_rows(
     owner = cute.make_rmem_tensor(4, Int32)
     part = cute.make_rmem_tensor(4, Int32)
     quiet = aborted(a)
+    whole = k.hidden % TILE_COLUMNS == 0
     for i in cutlass.range_constexpr(4):
         row = i * 32 + lane
         address[i] = Int64(0)
@@ -156,7 +157,7 @@ def return_rows(
                     values.append(cute.arch.load(chunk + (row * CHUNK + piece * 8), vector, ss="cta"))
                 for s in cutlass.range_constexpr(4):
                     # a padded row has address 0 (plus less than 512)
-                    if places[s] >= 512:
+                    if places[s] >= 512 and (whole or column * TILE_COLUMNS + c * CHUNK < k.hidden):
                         cute.arch.store(gmem(places[s], Int32, 16), values[s])
             cute.arch.sync_warp()
             with cute.arch.elect_one():

@@ -144,13 +144,13 @@ class KernelShape:
 
     @property
     def columns0(self) -> int:
-        """column tiles of the first product: D / 128 if gated else D / 256"""
-        return self.intermediate // (HALF_COLUMNS if self.gated else TILE_COLUMNS)
+        """column tiles of the first product: ceil(D / 128) if gated else ceil(D / 256)"""
+        return ceil_div(self.intermediate, HALF_COLUMNS if self.gated else TILE_COLUMNS)
 
     @property
     def columns1(self) -> int:
-        """column tiles of the second product: H / 256"""
-        return self.hidden // TILE_COLUMNS
+        """column tiles of the second product: ceil(H / 256)"""
+        return ceil_div(self.hidden, TILE_COLUMNS)
 
     @property
     def depth0(self) -> int:
@@ -180,8 +180,8 @@ class KernelShape:
 
     @property
     def counts_stride(self) -> int:
-        """words of one rank's row of counts: E, a status word, padded to 128 bytes"""
-        return align_up(self.experts + 1, 32)
+        """words of one rank's row of counts: E, a status word, S, padded to 128 bytes"""
+        return align_up(self.experts + 2, 32)
 
     def owner(self, expert):
         """Rank that holds `expert`: blocks of experts, the first E mod P ranks hold one more. Traced by the kernel."""
@@ -227,11 +227,9 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
         out.append(f"top_k={c.top_k} (at most {MAX_TOP_K})")
     if c.experts < ranks:
         out.append(f"experts={c.experts} on {ranks} ranks (every rank needs an expert)")
-    if c.hidden % TILE_COLUMNS:
-        out.append(f"hidden={c.hidden} (must be a multiple of {TILE_COLUMNS})")
-    wide = HALF_COLUMNS if c.gated else TILE_COLUMNS
-    if c.intermediate % wide:
-        out.append(f"intermediate={c.intermediate} (must be a multiple of {wide} {'gated' if c.gated else 'ungated'})")
+    for name in ("hidden", "intermediate"):
+        if getattr(c, name) % TILE_K:
+            out.append(f"{name}={getattr(c, name)} (must be a multiple of {TILE_K})")
     if ranks * c.max_tokens * c.top_k >= 2**31:
         out.append(f"max_tokens={c.max_tokens} (ranks * max_tokens * top_k must stay below 2**31)")
     return out

@@ -19,8 +19,8 @@ from cutlass import Boolean, Int32, Int64
 from moe_fast.kernel.shapes import COUNTER_WORDS
 from moe_ref.runtime.encoding import reached
 
-EPOCH, EXITED, ABORT = range(3)
-"""Words of the control block."""
+EPOCH, EXITED, ABORT, SENT_ROWS = range(4)
+"""Words of the control block. SENT_ROWS counts rows stored into peers, over all calls (variants with trace only)."""
 
 ROLES = ("none", "gate", "planner", "dispatch", "loader", "combine", "dispatcher", "scheduler", "subscriber")
 WAITS = (
@@ -143,6 +143,33 @@ def fetch_add(address, index, value=1):
 
 
 # --- failure -------------------------------------------------------------------------------------------------------
+
+
+TRACKS = ("consumer", "storer", "spare")
+EVENTS = 512
+"""Events that a track of a block can hold; more are dropped (and counted)."""
+
+
+@cute.jit
+def note(a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: Int64):
+    """One thread: record that `what` (a task word, or a small negative number for a phase) ran from `start` to now.
+
+    A track is EVENTS + 1 triples of int64: the number of events, then (start, end, what), times in ns of globaltimer.
+    """
+    base = a.trace + Int64(block * len(TRACKS) + track) * ((EVENTS + 1) * 24)
+    number = Int32(read(base, 0, Int64))
+    write(base, 0, number + 1, Int64)
+    if number < EVENTS:
+        at = (number + 1) * 3
+        write(base, at, start, Int64)
+        write(base, at + 1, cute.arch.globaltimer(), Int64)
+        write(base, at + 2, what, Int64)
+
+
+class Phase:
+    """What a traced event was, where it wasn't a task."""
+
+    GATE, PLAN, LIST, PUSH, COMBINE = -1, -2, -3, -4, -5
 
 
 @cute.jit

@@ -1,0 +1,333 @@
+"""Benchmark: fused, unfused (eager and graph-captured) and the dense floor, the same inputs, interleaved in one run.
+
+    python -m moe_fast.bench run --out docs/results/bench-1gpu.json                      one GPU
+    torchrun --nproc-per-node 2 -m moe_fast.bench run --out docs/results/bench-2gpu.json
+    python -m moe_fast.bench table docs/results/bench-2gpu.json [--json]
+
+Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one run.
+
+"floor" is the same matrix products as dense GEMMs of the library, without routing or communication. Times are
+milliseconds of CUDA events, median over repetitions, of the slowest rank. Every repetition starts with all ranks at a
+barrier and a short sleep kernel, so that the host's launches are not in the figure.
+
+Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+
+from moe_fast import unfused
+from moe_fast.engine import Engine
+from moe_fast.heap import local_heap, symmetric_heap
+from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_ref.config import MoEConfig
+from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.results import provenance, write_results
+
+SLEEP_CYCLES = 1_000_000
+PACKAGES = ("nvidia-cutlass-dsl", "nvshmem4py-cu13", "nvidia-nvshmem-cu13")
+
+
+def _paper(experts: int) -> MoEConfig:
+    return MoEConfig(2048, 2048, experts, 2, activation="relu", gated=False, dtype="bfloat16")
+
+
+LAYERS: dict[str, MoEConfig] = {
+    "paper-e8": _paper(8),
+    "paper-e32": _paper(32),
+    "paper-e128": _paper(128),
+    "qwen3": MoEConfig(2048, 768, 128, 8, dtype="bfloat16"),
+    "mixtral": MoEConfig(4096, 14336, 8, 2, dtype="bfloat16"),
+}
+TOKENS: dict[str, tuple[int, ...]] = {
+    "paper-e8": (32, 128, 1024, 4096, 8192, 16384),
+    "paper-e32": (32, 128, 1024, 4096, 8192, 16384),
+    "paper-e128": (32, 128, 1024, 4096, 8192, 16384),
+    "qwen3": (32, 128, 1024, 4096, 8192, 16384),
+    "mixtral": (32, 128, 1024, 4096, 8192),
+}
+
+
+@dataclass
+class Setup:
+    """One layer on this rank: engine, weights, tokens."""
+
+    config: MoEConfig
+    engine: Engine
+    weights: unfused.ChainWeights
+    x_SH: Tensor
+
+
+def place() -> tuple[int, int]:
+    """(rank, ranks) of this process."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def set_up(config: MoEConfig, max_tokens: int, scheduler: str, trace: bool = False, seed: int = 0) -> Setup:
+    """Allocate and fill; collective. Weights of a router and experts like those of a trained layer in scale."""
+    rank, ranks = place()
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = config.replace(max_tokens=max_tokens)
+    shape = KernelShape.from_config(config, ranks, scheduler, trace)
+    size = heap_regions(shape, max_tokens)[1]
+    heap = symmetric_heap(size, device) if ranks > 1 else local_heap(size, device)
+    engine = Engine(shape, heap, max_tokens)
+    heap.barrier()
+    same = torch.Generator(device=device).manual_seed(seed)
+    own = torch.Generator(device=device).manual_seed(seed + 1 + rank)
+    low, high = shape.first_expert(rank), shape.first_expert(rank + 1)
+    dtype = config.torch_dtype
+
+    def normal(*dims: int, generator: torch.Generator, scale: float) -> Tensor:
+        return (torch.randn(*dims, device=device, generator=generator) * scale).to(dtype)
+
+    up = torch.empty(high - low, config.up_rows, config.hidden, device=device, dtype=dtype)
+    down = torch.empty(high - low, config.hidden, config.intermediate, device=device, dtype=dtype)
+    for i in range(high - low):
+        up[i] = normal(config.up_rows, config.hidden, generator=own, scale=config.hidden**-0.5)
+        down[i] = normal(config.hidden, config.intermediate, generator=own, scale=config.intermediate**-0.5)
+    router = normal(config.experts, config.hidden, generator=same, scale=config.hidden**-0.5)
+    x = normal(max_tokens, config.hidden, generator=own, scale=1.0)
+    return Setup(config, engine, unfused.ChainWeights(router, up, down), x)
+
+
+def floor_of(config: MoEConfig, rows: int) -> Callable[[], Any]:
+    """The layer's products for `rows` rows as two dense GEMMs of the library."""
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), config.torch_dtype
+    x = torch.randn(rows, config.hidden, device=device).to(dtype)
+    up = torch.randn(config.up_rows, config.hidden, device=device).to(dtype)
+    hidden = torch.randn(rows, config.intermediate, device=device).to(dtype)
+    down = torch.randn(config.hidden, config.intermediate, device=device).to(dtype)
+    out0, out1 = x.new_empty(rows, config.up_rows), x.new_empty(rows, config.hidden)
+
+    def run() -> None:
+        torch.mm(x, up.t(), out=out0)
+        torch.mm(hidden, down.t(), out=out1)
+
+    return run
+
+
+def interleaved(functions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, dict[str, float]]:
+    """Time functions in turn; per name the median and the fastest of the slowest rank's times, ms."""
+    _, ranks = place()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+        function()
+    for _ in range(repetitions):
+        for name, function in functions.items():
+            torch.cuda.synchronize()
+            if ranks > 1:
+                dist.barrier()
+                torch.cuda.synchronize()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end))
+    out = {}
+    for name, values in times.items():
+        pair = torch.tensor([statistics.median(values), min(values)], device="cuda")
+        if ranks > 1:
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX)
+        out[name] = {"median": round(pair[0].item(), 4), "min": round(pair[1].item(), 4)}
+    return out
+
+
+def bench_cell(setup: Setup, tokens: int, repetitions: int, chains: bool) -> dict[str, Any]:
+    """All contestants at one S."""
+    _, ranks = place()
+    group = None
+    config, engine, weights = setup.config, setup.engine, setup.weights
+    x = setup.x_SH[:tokens]
+    y = torch.empty_like(x)
+
+    def fused() -> None:
+        engine.launch(x, weights.router_EH, weights.up_XUH, weights.down_XHD, out=y)
+
+    functions: dict[str, Callable[[], Any]] = {"fused": fused, "floor": floor_of(config, tokens * config.top_k)}
+    with torch.no_grad():
+        if chains:
+            functions["eager"] = lambda: unfused.forward(x, weights, config, group, ranks)
+            functions["graph"] = unfused.Captured(x, weights, config, group, ranks)
+            fused()
+            engine.check()
+            other = functions["graph"]()
+            torch.cuda.synchronize()
+            difference = float((y.double() - other.double()).norm() / other.double().norm())
+            if not difference < 2e-2:
+                raise CheckFailed(f"fused and unfused differ by {difference:.2e} at S={tokens}; not timing wrong results")
+        result = interleaved(functions, repetitions)
+    engine.check()
+    return result
+
+
+def run_bench(
+    layers: list[str], tokens: list[int] | None, repetitions: int, scheduler: str, chains: bool
+) -> list[dict[str, Any]]:
+    """Rows of the result: one per layer and S. Collective; prints progress from rank 0 to stderr."""
+    rank, ranks = place()
+    rows = []
+    for layer in layers:
+        sizes = [s for s in TOKENS[layer] if tokens is None or s in tokens]
+        if not sizes:
+            continue
+        setup = set_up(LAYERS[layer], max(sizes), scheduler)
+        for s in sizes:
+            times = bench_cell(setup, s, repetitions, chains)
+            row = {"layer": layer, "gpus": ranks, "tokens": s, "scheduler": scheduler, "ms": times}
+            row["fused_over_floor"] = round(times["fused"]["median"] / times["floor"]["median"], 3)
+            for name in ("eager", "graph"):
+                if name in times:
+                    row[f"{name}_over_fused"] = round(times[name]["median"] / times["fused"]["median"], 3)
+            rows.append(row)
+            if rank == 0:
+                print(json.dumps(row), file=sys.stderr, flush=True)
+        setup.engine.heap.close()
+        del setup
+        torch.cuda.empty_cache()
+    return rows
+
+
+def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dict[str, Any]:
+    """Utilisation and share of time of one call of a traced kernel; optionally the trace itself (rank 0's)."""
+    from moe_fast.timeline import read_timeline
+    from moe_ref.runtime.trace import write_trace
+
+    rank, ranks = place()
+    setup = set_up(LAYERS[layer], tokens, scheduler, trace=True)
+    w = setup.weights
+    line = None
+    for _ in range(3):
+        torch.cuda.synchronize()
+        setup.engine.heap.barrier()
+        setup.engine.trace.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        setup.engine.launch(setup.x_SH, w.router_EH, w.up_XUH, w.down_XHD)
+        setup.engine.check()
+        line = read_timeline(setup.engine)
+    assert line is not None
+    if path is not None and rank == 0:
+        write_trace(path, line.intervals, True, layer=layer, tokens=tokens, gpus=ranks)
+    setup.engine.heap.close()
+    starts: dict[str, list[float]] = {}
+    for i in line.intervals:
+        if i.actor.startswith("processor"):
+            starts.setdefault(i.name, []).append(i.start_us)
+    first = {name: round(statistics.median(v) if name in ("gate", "list", "push", "combine") else min(v), 1)
+             for name, v in starts.items()}  # fmt: skip
+    return {
+        "layer": layer,
+        "gpus": ranks,
+        "tokens": tokens,
+        "scheduler": scheduler,
+        "wall_us": round(line.wall_us, 1),
+        "utilisation": round(line.utilisation, 4),
+        "share": {name: round(value, 4) for name, value in line.share.items()},
+        "starts_us": first,
+        "dropped_events": line.dropped,
+    }
+
+
+def render(results: dict[str, Any]) -> str:
+    """The table of a result file."""
+    lines = [f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}  fused/floor  eager/f  graph/f"]
+    for row in results["rows"]:
+        ms = {name: f"{value['median']:.3f}" for name, value in row["ms"].items()}
+        lines.append(
+            f"{row['layer']:12} {row['gpus']:>4} {row['tokens']:>6} {ms['floor']:>8} {ms['fused']:>8} "
+            f"{ms.get('eager', '-'):>8} {ms.get('graph', '-'):>8}  {row['fused_over_floor']:>11.2f}  "
+            f"{row.get('eager_over_fused', float('nan')):>7.2f}  {row.get('graph_over_fused', float('nan')):>7.2f}"
+        )
+    return "\n".join(lines)
+
+
+app = typer.Typer(help="Time the fused kernel against the chain it replaces and the dense floor.", no_args_is_help=True)
+
+
+def _join() -> None:
+    """Enter torchrun's process group, if there is one."""
+    if not torch.cuda.is_available():
+        raise UsageError("the benchmark needs a CUDA device of compute capability 9.0; none is visible")
+    if "RANK" in os.environ and not dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+
+
+def _command() -> str:
+    """The command line that repeats this run."""
+    _, ranks = place()
+    start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+    arguments = sys.argv[1:]
+    while arguments and arguments[0] in ("bench",):
+        arguments = arguments[1:]
+    return f"{start} -m moe_fast.bench {shlex.join(arguments)}"
+
+
+@app.command("run")
+def run_command(
+    layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
+    tokens: str = typer.Option("", help="Only these S, separated by commas."),
+    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    chains: bool = typer.Option(True, help="Time the unfused chain too."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+    as_json: bool = typer.Option(False, "--json", help="Print the results as one JSON object."),
+) -> None:
+    """Time every contestant."""
+    chosen = [name for name in layers.split(",") if name]
+    unknown = sorted(set(chosen) - set(LAYERS))
+    if unknown:
+        raise UsageError(f"unknown layers {unknown}; known: {', '.join(LAYERS)}")
+    _join()
+    rows = run_bench(chosen, [int(t) for t in tokens.split(",")] if tokens else None, repetitions, scheduler, chains)
+    results = {**provenance(_command(), PACKAGES), "rows": rows}
+    if place()[0] == 0:
+        if out is not None:
+            write_results(out, results)
+        print(json.dumps(results) if as_json else render(results))
+
+
+@app.command("trace")
+def trace_command(
+    layer: str = typer.Option("paper-e8", help="Layer."),
+    tokens: int = typer.Option(16384, help="S."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    out: Path | None = typer.Option(None, help="Write the trace here (Chrome format; open it in Perfetto)."),
+) -> None:
+    """Utilisation of the processors and where the rest of the time went, from in-kernel timestamps."""
+    _join()
+    result = run_trace(layer, tokens, scheduler, out)
+    if place()[0] == 0:
+        print(json.dumps(result))
+
+
+@app.command("table")
+def table_command(
+    path: Path = typer.Argument(Path("docs/results/bench-2gpu.json"), help="Result file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
+) -> None:
+    """Show a result file."""
+    results = json.loads(path.read_text())
+    print(json.dumps(results) if as_json else render(results))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,70 @@
+"""Commands of this package: `moe-ref compile`, `moe-ref bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from moe_ref.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command("compile")(compile_kernels)
+    app.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(bench)
+
+
+def compile_kernels(
+    config: Path | None = typer.Option(None, help="JSON file: a MoEConfig's fields, or a list of them."),
+    ranks: str = typer.Option("1,2", help="Numbers of ranks, separated by commas."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets; several by commas."),
+    out: Path | None = typer.Option(None, help="Folder; default: the cache that the fused backend loads from."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Compile megakernels ahead of time; needs no GPU. Without --config: the layers of the benchmark."""
+    from moe_fast.compiler import cache_folder, compile_to_file, inspect_file
+    from moe_fast.kernel.shapes import KernelShape
+    from moe_ref.console import err, out as console
+
+    shapes = [
+        KernelShape.from_config(one, int(count), name)
+        for one in _configs(config)
+        for count in ranks.split(",")
+        for name in scheduler.split(",")
+    ]
+    kernels = []
+    for shape in dict.fromkeys(shapes):
+        with err.status(f"compiling {shape.name} ..."):
+            path = compile_to_file(shape, out)
+            kernels.append({"name": shape.name, **inspect_file(path), "file": path.name})
+        if not as_json:
+            k = kernels[-1]
+            console.print(
+                f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {k['wgmma']} wgmma", soft_wrap=True
+            )
+    if as_json:
+        print(json.dumps({"folder": str(out or cache_folder()), "kernels": kernels}))
+
+
+def _configs(path: Path | None) -> list[Any]:
+    from moe_ref.config import MoEConfig
+
+    if path is None:
+        from moe_fast.bench import LAYERS
+
+        return list(LAYERS.values())
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} can't be read as JSON: {error}") from None
+    return [MoEConfig.from_dict(one) for one in (values if isinstance(values, list) else [values])]
+
+
+def bench(context: typer.Context) -> None:
+    """Time the fused kernel against the unfused chain and the dense floor (moe-ref bench run --help)."""
+    from moe_fast.bench import app
+
+    app(context.args, prog_name="moe-ref bench", standalone_mode=False)

@@ -1,0 +1,86 @@
+"""The GPU part of `moe-ref doctor`: what the fused backend needs, found or missing, with the remedy."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from moe_fast import compiler
+from moe_fast.heap import MINIMUM_NVSHMEM, check_version
+from moe_ref.doctor import Check
+from moe_ref.errors import BackendUnavailable
+
+WANTED = (
+    ("nvidia-cutlass-dsl", "the CuTe DSL that the kernel is written in"),
+    ("nvshmem4py-cu13", "symmetric memory of several ranks"),
+    ("nvidia-nvshmem-cu13", "NVSHMEM's host library"),
+)
+
+
+def gpu_checks() -> list[Check]:
+    """Packages, NVSHMEM's version, GPUs and whether they reach each other, the kernel cache."""
+    return [*_packages(), _nvshmem(), _gpus(), _peers(), _cache()]
+
+
+def _packages() -> list[Check]:
+    out = []
+    for name, why in WANTED:
+        try:
+            out.append(Check(name, "ok", version(name)))
+        except PackageNotFoundError:
+            out.append(Check(name, "optional", f"not installed: {why}", "pip install 'moe-ref[fused]'"))
+    return out
+
+
+def _nvshmem() -> Check:
+    name = "NVSHMEM host library"
+    try:
+        import nvshmem.core as nvshmem
+
+        found = nvshmem.get_version()
+        check_version(found)
+    except ImportError as error:
+        return Check(name, "optional", f"nvshmem4py does not import ({error})", "pip install 'moe-ref[fused]'")
+    except BackendUnavailable as error:
+        return Check(name, "optional", str(error), "preload the newer libnvshmem_host.so.3 (LD_PRELOAD)")
+    except Exception as error:  # its loader raises types of its own
+        remedy = "check that libnvshmem_host.so.3 is found (LD_LIBRARY_PATH)"
+        return Check(name, "optional", f"{type(error).__name__}: {error}", remedy)
+    return Check(name, "ok", f"{found.libnvshmem_version} (need {'.'.join(map(str, MINIMUM_NVSHMEM))})")
+
+
+def _gpus() -> Check:
+    if not torch.cuda.is_available():
+        return Check("GPUs for the megakernel", "optional", "none", "run it on an H100 or H200")
+    fit, other = [], []
+    for i in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(i)
+        (fit if capability == (9, 0) else other).append(f"{torch.cuda.get_device_name(i)} {capability[0]}.{capability[1]}")
+    if not fit:
+        remedy = "the megakernel uses wgmma and TMA: compute capability 9.0 (H100, H200)"
+        return Check("GPUs for the megakernel", "optional", "; ".join(other), remedy)
+    return Check("GPUs for the megakernel", "ok", f"{len(fit)} x {fit[0]}")
+
+
+def _peers() -> Check:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return Check("peer access", "optional", f"{count} GPU: nothing to reach", "")
+    missing = [
+        f"{a}->{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if missing:
+        remedy = "ranks must reach each other's memory: use GPUs linked by NVLink, or check PCIe ACS and IOMMU settings"
+        return Check("peer access", "optional", f"missing: {', '.join(missing)}", remedy)
+    multicast = "off" if os.environ.get("NVSHMEM_DISABLE_NVLS") == "1" else "not switched off (set by the backend)"
+    return Check("peer access", "ok", f"all pairs of {count}; NVLink multicast {multicast}")
+
+
+def _cache() -> Check:
+    folder = compiler.cache_folder()
+    count = len(list(folder.glob("*.o"))) if folder.is_dir() else 0
+    tool = compiler.find_nvdisasm()
+    note = "" if tool else "; no nvdisasm: `moe-ref compile` can't count instructions"
+    return Check("compiled kernels", "ok", f"{count} in {folder}{note}")

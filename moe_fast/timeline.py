@@ -1,0 +1,76 @@
+"""The timeline of one call, from timestamps that traced kernel variants write: the simulator's trace format.
+
+Every block notes what its consumers, its storer and its spare warp did and when (globaltimer). A processor's utilisation
+is the time its consumers spent in main loops and epilogues over the wall time of the kernel; waiting for the first
+operands of a task, gate, copying of rows and combine are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_fast.engine import EVENTS, TRACKS, Engine
+from moe_ref.runtime import encoding as enc
+from moe_ref.runtime.simulator import Interval
+
+PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine"}
+ACTORS = ("processor", "storer", "spare")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One rank's call.
+
+    Attributes:
+        intervals: what every track did.
+        tasks: GEMM tasks, all processors together.
+        wall_us: from the first event's start to the last one's end.
+        utilisation: mean over processors of the share of the wall time spent in main loops and epilogues.
+        share: mean share of the wall time of a processor's consumers per kind of work; "wait" is the rest.
+        dropped: events beyond a track's capacity.
+    """
+
+    intervals: list[Interval]
+    tasks: int
+    wall_us: float
+    utilisation: float
+    share: dict[str, float]
+    dropped: int
+
+
+def read_timeline(engine: Engine) -> Timeline:
+    """Read and clear the events of the last call of a traced engine; waits for the device."""
+    torch.cuda.synchronize(engine.heap.device)
+    tracks = engine.trace.view(engine.blocks, TRACKS, EVENTS + 1, 3).cpu()
+    engine.trace.zero_()
+    events, dropped = [], 0
+    for block in range(engine.blocks):
+        for track in range(TRACKS):
+            count = int(tracks[block, track, 0, 0])
+            dropped += max(0, count - EVENTS)
+            for start, end, word in tracks[block, track, 1 : min(count, EVENTS) + 1].tolist():
+                events.append((block, track, start, end, word))
+    if not events:
+        return Timeline([], 0, 0.0, 0.0, {}, 0)
+    begin, end = min(e[2] for e in events), max(e[3] for e in events)
+    wall = max(end - begin, 1)
+    intervals, spent, tasks = [], {}, 0
+    free: dict[tuple[int, int], float] = {}
+    for block, track, start, stop, word in events:
+        name = PHASES[word] if word < 0 else enc.KIND_NAMES[enc.task_kind(word)]
+        # a tick of globaltimer is 32 ns: an event may seem to begin before its track's last one ended
+        at = max((start - begin) / 1e3, free.get((block, track), 0.0))
+        length = max((stop - begin) / 1e3 - at, 0.0)
+        free[block, track] = at + length
+        actor = f"{ACTORS[track]} {block}"
+        intervals.append(Interval(engine.heap.rank, actor, name, at, length, max(word, 0)))
+        if track == 0:
+            spent[name] = spent.get(name, 0.0) + length
+            tasks += word >= 0
+    processors = engine.blocks - (engine.shape.scheduler == "os_block")
+    share = {name: value * 1e3 / wall / processors for name, value in spent.items()}
+    share["wait"] = 1.0 - sum(share.values())
+    busy = share.get("gemm0", 0.0) + share.get("gemm1", 0.0)
+    return Timeline(intervals, tasks, wall / 1e3, busy, share, dropped)

@@ -1,0 +1,41 @@
+"""Compile every kernel that the GPU tests and the benchmark need, in parallel: compile_all.py RANKS [tests] [bench] [trace]."""
+
+import multiprocessing
+import os
+import sys
+import time
+
+
+def work(shape):
+    from moe_fast.compiler import compile_to_file
+
+    return compile_to_file(shape).name
+
+
+def main() -> None:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    import cases
+
+    from moe_fast.bench import LAYERS
+    from moe_fast.kernel.shapes import KernelShape
+
+    shapes, what = [], sys.argv[2:]
+    for ranks in map(int, sys.argv[1].split(",")):
+        if "tests" in what:
+            shapes += cases.all_shapes(ranks)
+        for config in LAYERS.values():
+            for scheduler in os.environ.get("SCHEDULERS", "spare_warps").split(","):
+                if "bench" in what:
+                    shapes.append(KernelShape.from_config(config, ranks, scheduler))
+                if "trace" in what:
+                    shapes.append(KernelShape.from_config(config, ranks, scheduler, trace=True))
+    shapes = list(dict.fromkeys(shapes))
+    start = time.time()
+    with multiprocessing.get_context("spawn").Pool(min(len(shapes), os.cpu_count() or 1)) as pool:
+        done = pool.map(work, shapes, chunksize=1)
+    print(f"{len(done)} kernels in {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

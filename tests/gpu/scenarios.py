@@ -1,0 +1,372 @@
+"""What the GPU tests do, as functions that every rank calls: in the test process on one GPU, under torchrun on several.
+
+Each returns a small dict of what it measured and raises AssertionError on what is wrong.
+
+    torchrun --nproc-per-node 2 tests/gpu/scenarios.py matrix timeout ...     prints one JSON line per scenario
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import cases  # noqa: E402
+import harness  # noqa: E402
+from harness import Case, engine_for, make_inputs, rank_and_size, run_case  # noqa: E402
+
+from moe_fast.engine import MegakernelInputError, MegakernelTimeout  # noqa: E402
+
+
+def launcher(case: Case, inputs: harness.Inputs, **more):
+    """A function without arguments that enqueues one call of this rank."""
+    engine = engine_for(case)
+    rank, _ = rank_and_size()
+    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
+    given = {} if inputs.expert is None else {"expert_SK": inputs.expert[rank], "weight_SK": inputs.weight[rank]}
+    first, second = inputs.first[low:high], inputs.second[low:high]
+    return lambda: engine.launch(
+        inputs.x[rank], inputs.router, first, second, selection_bias_E=inputs.bias, **given, **more
+    )
+
+
+def agree(flag: bool) -> bool:
+    """True if `flag` holds on every rank."""
+    if not dist.is_initialized():
+        return flag
+    box: list = [None] * dist.get_world_size()
+    dist.all_gather_object(box, flag)
+    return all(box)
+
+
+def matrix(first: int = 0, last: int | None = None) -> dict:
+    """Every case of the pairwise matrix, workspace poisoned before each."""
+    worst: dict[str, float] = {}
+    count, failures = 0, []
+    for number in range(len(cases.SHAPES))[first:last]:
+        for i, case in enumerate(cases.cases_of(number)):
+            message = ""
+            try:
+                errors = run_case(case, seed=number * 100 + i)
+                for name, value in errors.items():
+                    key = f"{name} {case.dtype}"
+                    worst[key] = max(worst.get(key, 0.0), value)
+            except (AssertionError, MegakernelTimeout) as error:
+                message = f"{case}: {type(error).__name__}: {error}"
+                failures.append(message)
+                if isinstance(error, MegakernelTimeout):
+                    engine_for(case).recover()
+            assert agree("Timeout" not in message), message
+            count += 1
+    assert not failures, f"{len(failures)} of {count} cases: " + " | ".join(failures[:5])
+    return {"cases": count, "shapes": len(cases.SHAPES), "worst": {k: float(f"{v:.3g}") for k, v in worst.items()}}
+
+
+def special() -> dict:
+    """The sizes users have: Qwen3's layer, and the shipped model's (narrower than a tile)."""
+    out = {}
+    for case in cases.SPECIAL:
+        for scheduler in ("spare_warps",) if case is cases.TINY else ("spare_warps", "os_block", "tickets"):
+            for routing in ("gate", "zipf"):
+                one = replace(case, scheduler=scheduler, routing=routing)
+                out[str(one)] = float(f"{run_case(one)['y']:.3g}")
+    return out
+
+
+def repeat() -> dict:
+    """Two hundred calls back to back with random S and routing, no host synchronisation between them.
+
+    Then each is made again alone; every result must have the same bits.
+    """
+    rank, ranks = rank_and_size()
+    case = replace(cases.SMALL, routing="gate")
+    engine = engine_for(case)
+    inputs = make_inputs(replace(case, tokens=(4096,)), seed=5)
+    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
+    generator = torch.Generator().manual_seed(11)
+    kinds = ("uniform", "zipf", "one_expert", "one_rank", "masked", "duplicates")
+    device = inputs.x[rank].device
+    plans = []
+    for call in range(200):
+        tokens = [int(torch.randint(0, 1200, (1,), generator=generator)) for _ in range(ranks)]
+        if call % 17 == 3:
+            tokens[call % ranks] = 0
+        start = int(torch.randint(0, 2000, (1,), generator=generator))
+        kind = kinds[call % len(kinds)] if call % 3 else "gate"
+        ids = weight = None
+        if kind != "gate":
+            g = torch.Generator(device=device).manual_seed(call * 8 + rank)
+            ids = harness.make_ids(replace(case, routing=kind), tokens[rank], g, device)
+            weight = torch.rand(tokens[rank], case.top_k, device=device, generator=g)
+        plans.append((inputs.x[rank][start : start + tokens[rank]], ids, weight))
+
+    def call(plan):
+        return engine.launch(
+            plan[0], inputs.router, inputs.first[low:high], inputs.second[low:high], expert_SK=plan[1], weight_SK=plan[2]
+        )
+
+    engine.poison()
+    together = [call(plan) for plan in plans]
+    engine.check()
+    different = []
+    for number, plan in enumerate(plans):
+        if number % 5 == 0:
+            engine.poison()
+        alone = call(plan)
+        engine.check()
+        if not torch.equal(alone, together[number]):
+            different.append(number)
+        assert bool(torch.isfinite(alone).all()), f"call {number} isn't finite"
+    assert not different, f"calls {different[:10]} have other bits back to back than alone"
+    return {"calls": len(plans), "bit_identical": True}
+
+
+def graph() -> dict:
+    """Capture a call in a CUDA graph, replay it a hundred times with changing inputs, on a stream of the caller's."""
+    case = replace(cases.SMALL, tokens=(700, 300))
+    engine = engine_for(case)
+    rank, _ = rank_and_size()
+    sets = [make_inputs(case, seed) for seed in range(4)]
+    wanted = []
+    for one in sets:
+        wanted.append(launcher(case, one)())
+        engine.check()
+    held = make_inputs(case, 0)
+    out = torch.empty_like(held.x[rank])
+    call = launcher(case, held, out=out)
+    stream = torch.cuda.Stream()
+    recorded = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(stream), torch.cuda.graph(recorded, stream=stream):
+        call()
+    kinds = node_kinds(recorded)
+    assert kinds == {"kernel": 1}, f"the graph holds {kinds}, expected one kernel"
+    recorded.instantiate()
+    wrong = 0
+    for number in range(100):
+        chosen = number * 7 % 4
+        held.x[rank].copy_(sets[chosen].x[rank])
+        held.router.copy_(sets[chosen].router)
+        held.first.copy_(sets[chosen].first)
+        held.second.copy_(sets[chosen].second)
+        out.fill_(float("nan"))
+        recorded.replay()
+        torch.cuda.synchronize()
+        wrong += not torch.equal(out, wanted[chosen])
+    engine.check()
+    assert wrong == 0, f"{wrong} of 100 replays differ"
+    # the caller's stream: work enqueued before it on that stream is seen, the default stream isn't waited for
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        held.x[rank].copy_(sets[1].x[rank])
+        held.router.copy_(sets[1].router)
+        held.first.copy_(sets[1].first)
+        held.second.copy_(sets[1].second)
+        y = call()
+    stream.synchronize()
+    assert torch.equal(y, wanted[1]), "the call did not respect the caller's stream"
+    return {"replays": 100, "graph_nodes": kinds}
+
+
+def node_kinds(recorded: torch.cuda.CUDAGraph) -> dict[str, int]:
+    """Nodes of a captured graph by kind."""
+    import cuda.bindings.runtime as runtime
+
+    handle = runtime.cudaGraph_t(recorded.raw_cuda_graph())
+    _, _, count = runtime.cudaGraphGetNodes(handle)
+    _, nodes, _ = runtime.cudaGraphGetNodes(handle, count)
+    kinds: dict[str, int] = {}
+    for node in nodes[:count]:
+        _, kind = runtime.cudaGraphNodeGetType(node)
+        name = kind.name.replace("cudaGraphNodeType", "").lower()
+        kinds[name] = kinds.get(name, 0) + 1
+    return kinds
+
+
+def operations() -> dict:
+    """GPU operations of one forward, counted by the profiler, gate included, K = 8."""
+    case = replace(cases.QWEN3, tokens=(1000,))
+    engine = engine_for(case)
+    out = torch.empty_like(make_inputs(case).x[0])
+    call = launcher(case, make_inputs(case), out=out)
+    call()
+    engine.check()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == 1, f"{len(names)} GPU operations: {names[:5]}"
+    return {"gpu_operations": len(names)}
+
+
+def timeout() -> dict:
+    """A rank that never launches makes the others end with an error that names rank, role and wait, in time.
+
+    On one GPU: a plan that expects rows which never come (the arrival targets are tampered with).
+    """
+    rank, ranks = rank_and_size()
+    case = replace(cases.SMALL, tokens=(200, 300))
+    engine = engine_for(case)
+    before = launcher(case, make_inputs(case))()
+    engine.check()
+    call = launcher(case, make_inputs(case))
+    usual, engine.deadline_s = engine.deadline_s, 0.3
+    message, took = "", 0.0
+    region = engine.in_workspace["arrived_target"]
+    if ranks == 1:
+        engine.view(engine.workspace, region, torch.int32).add_(5)
+    if ranks == 1 or rank != 1:
+        start = time.perf_counter()
+        call()
+        try:
+            engine.check()
+        except MegakernelTimeout as error:
+            message = str(error)
+        took = time.perf_counter() - start
+        assert message, "no MegakernelTimeout"
+        assert took < 10 * engine.deadline_s, f"it took {took:.1f} s"
+        assert f"rank {rank}" in message, message
+        wanted = "rows of tile" if ranks == 1 else "counts of rank 1"
+        assert wanted in message or "arrivals" in message, message
+        try:
+            call()
+            raise RuntimeError("a call after a timeout went through")
+        except MegakernelTimeout:
+            pass
+    engine.deadline_s = usual
+    engine.recover()
+    again = launcher(case, make_inputs(case))()
+    engine.check()
+    assert torch.equal(again, before), "after recovery the result differs"
+    return {"message": message, "seconds": round(took, 3)}
+
+
+def wrong_input() -> dict:
+    """NaN in one rank's tokens, and an expert id out of range on one rank, raise on every rank; later calls work."""
+    rank, ranks = rank_and_size()
+    case = replace(cases.SMALL, tokens=(200, 300))
+    engine = engine_for(case)
+    good = launcher(case, make_inputs(case))()
+    engine.check()
+    messages = []
+    for kind in ("nan", "id"):
+        inputs = make_inputs(replace(case, routing="gate" if kind == "nan" else "uniform"))
+        if rank == ranks - 1:
+            if kind == "nan":
+                inputs.x[rank][17, 3] = float("nan")
+            else:
+                inputs.expert[rank][5, 1] = 10**9
+        launcher(case, inputs)()
+        try:
+            engine.check()
+            raise AssertionError(f"{kind}: nothing was raised")
+        except MegakernelInputError as error:
+            messages.append(str(error))
+        engine.clear_errors()
+        after = launcher(case, make_inputs(case))()
+        engine.check()
+        assert torch.equal(after, good), f"the call after {kind} differs"
+    if ranks > 1:
+        messages.append(overflow())
+    assert "not finite" in messages[0], messages
+    assert "outside [-1, E)" in messages[1], messages
+    return {"messages": messages}
+
+
+def overflow() -> str:
+    """All eight choices of every token are the same expert: more rows than a rank's buffer holds; refused on all."""
+    rank, _ = rank_and_size()
+    engine = engine_for(cases.FULL)
+    inputs = make_inputs(cases.FULL)
+    good = launcher(cases.FULL, make_inputs(replace(cases.FULL, tokens=(8,))))()
+    engine.check()
+    inputs.expert[rank].zero_()
+    launcher(cases.FULL, inputs)()
+    try:
+        engine.check()
+    except MegakernelInputError as error:
+        assert "more rows" in str(error), error
+        engine.clear_errors()
+        again = launcher(cases.FULL, make_inputs(replace(cases.FULL, tokens=(8,))))()
+        engine.check()
+        assert torch.equal(again, good), "the call after an overflow differs"
+        return str(error)
+    raise AssertionError("an overflow went unnoticed")
+
+
+def traced() -> dict:
+    """Device counters of rows sent equal the remote routed rows; the timeline covers every task."""
+    from moe_fast.timeline import read_timeline
+
+    rank, ranks = rank_and_size()
+    case = replace(cases.QWEN3, tokens=(1000, 700))
+    from moe_fast.heap import local_heap, symmetric_heap
+    from moe_fast.kernel.shapes import KernelShape, heap_regions
+
+    shape = KernelShape.from_config(case.config, ranks, case.scheduler, trace=True)
+    size, device = heap_regions(shape, case.max_tokens)[1], torch.device("cuda", torch.cuda.current_device())
+    heap = symmetric_heap(size, device) if ranks > 1 else local_heap(size, device)
+    engine = harness.Engine(shape, heap, case.max_tokens)
+    heap.barrier()
+    inputs = make_inputs(case)
+    low, high = shape.first_expert(rank), shape.first_expert(rank + 1)
+    y = engine.launch(inputs.x[rank], inputs.router, inputs.first[low:high], inputs.second[low:high])
+    engine.check()
+    seen = engine.buffers(inputs.x[rank].shape[0])
+    counts = seen.counts_PE.cpu()
+    remote = int(counts[rank].sum() - counts[rank, low:high].sum())
+    assert engine.sent_rows == remote, f"{engine.sent_rows} rows sent to peers, {remote} routed to them"
+    line = read_timeline(engine)
+    tasks = int(seen.row_tiles) * (shape.columns0 + shape.columns1)
+    assert line.tasks == tasks, f"{line.tasks} tasks traced, {tasks} planned"
+    plain = launcher(case, inputs)()
+    assert torch.equal(plain, y), "tracing changes bits"
+    out = {"remote_rows": remote, "bytes": remote * case.hidden * 2, "tasks": tasks, "busy": line.utilisation}
+    heap.close()
+    return out
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (special, repeat, graph, operations, timeout, wrong_input, traced, matrix)
+}
+
+
+def main(names: list[str]) -> int:
+    """Run scenarios; print one JSON line each; 0 if all passed."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if "RANK" in os.environ:
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+    rank, _ = rank_and_size()
+    failed = 0
+    for name in names or list(SCENARIOS):
+        start = time.perf_counter()
+        try:
+            result, good = SCENARIOS[name](), True
+        except Exception as error:  # every rank reports; the exit code fails the test
+            result, good = {"error": f"{type(error).__name__}: {error}"[:1500]}, False
+            if os.environ.get("TRACEBACK"):
+                import traceback
+
+                traceback.print_exc()
+        if rank == 0 or not good:
+            line = {"scenario": name, "rank": rank, "ok": good, "seconds": round(time.perf_counter() - start, 1), **result}
+            print(json.dumps(line), flush=True)
+        if not agree(good):
+            failed += 1
+            if dist.is_initialized() and "Timeout" in str(result):
+                break
+    sys.stdout.flush()
+    os._exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
