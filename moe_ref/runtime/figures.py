@@ -7,7 +7,7 @@ Letters: E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -90,7 +90,7 @@ def gantt(path: Path, intervals: Sequence[Interval], title: str, processors_show
     axes.set_xlim(left=0)
     axes.set_xlabel("time since the first launch, us")
     axes.set_title(title, fontsize=10)
-    names = {"control": "ready / mail", "gate": "gate and passes"}
+    names = {"control": "ready / mail"}
     handles = [Patch(color=COLOURS[k], label=names.get(k, k)) for k in COLOURS if k in by_colour]
     figure.legend(handles=handles, ncol=len(handles), fontsize=8, loc="lower center", frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
@@ -198,7 +198,7 @@ def _lines(axes: Axes, axis: dict[int, dict[str, Result]], name: str, scale: flo
     axes.legend(fontsize=7, frameon=False)
 
 
-def _bars(axes: Axes, values: dict[str, float], title: str, form: str, log: bool = False) -> None:
+def _bars(axes: Axes, values: Mapping[str, float], title: str, form: str, log: bool = False) -> None:
     colours = [MODEL_COLOURS.get(name, "#BBBBBB") for name in values]
     bars = axes.barh(list(values), list(values.values()), color=colours)
     axes.bar_label(bars, [form.format(v) for v in values.values()], fontsize=7, padding=2)
@@ -225,6 +225,7 @@ def _memory(axes: Axes, sweeps: Sweeps, dtype: str) -> None:
     axes.axhline(100 * PAPER["memory_share"], color="grey", lw=0.8, ls=":", label="2.15 %, published bound")
     axes.set_xticks(range(len(keys)), [f"{s // 1024}K/{e}" for s, e in keys], rotation=90, fontsize=7)
     axes.set_ylabel(f"% of {sweeps.machine.memory_bytes / 1e9:.0f} GB", fontsize=8)
-    axes.set_title(f"symmetric memory per GPU, {dtype} (tokens / experts)", fontsize=9)
-    axes.legend(fontsize=7, frameon=False)
+    axes.set_title(f"symmetric memory, {dtype} (S / E)", fontsize=9)
+    axes.legend(fontsize=7, frameon=False, loc="upper left")
+    axes.set_ylim(top=1.35 * axes.get_ylim()[1])
     axes.spines[["top", "right"]].set_visible(False)

@@ -25,6 +25,8 @@ class Workload:
         ranks, tokens (per rank), experts, top_k, hidden, intermediate, gated: P, S, E, K, H, D, kind of FFN.
         element_size: bytes; 2 is bf16, 4 is fp32.
         tile_rows, tile_columns: of a GEMM tile.
+        token_rows: tokens of a Combine tile; small, since all Combine tiles become ready near the end and should then
+            fill the processors.
         layout: "compact" or "fixed" (the paper's, with capacity ceil(capacity_factor * S * K / E), or as many slots as
             the fullest needs if capacity_factor is None).
         capacity_factor: drops routes beyond the capacity, in token order; None drops nothing.
@@ -43,13 +45,14 @@ class Workload:
     element_size: int = 2
     tile_rows: int = 128
     tile_columns: int = 256
+    token_rows: int = 32
     layout: Literal["compact", "fixed"] = "compact"
     capacity_factor: float | None = None
     skew: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "experts", "top_k", "hidden", "intermediate", "tile_rows", "tile_columns"):
+        for name in ("ranks", "experts", "top_k", "hidden", "intermediate", "tile_rows", "tile_columns", "token_rows"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.tokens < 0:
@@ -69,7 +72,7 @@ class Workload:
 
     @property
     def shape(self) -> TileShape:
-        """Tile sizes; Combine tiles have tile_rows tokens."""
+        """Tile sizes."""
         return TileShape(
             self.hidden,
             self.intermediate,
@@ -77,7 +80,7 @@ class Workload:
             self.gated,
             self.tile_rows,
             self.tile_columns,
-            self.tile_rows,
+            self.token_rows,
             self.element_size,
         )
 
