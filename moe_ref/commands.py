@@ -15,6 +15,8 @@ import typer
 from rich.table import Table
 
 from moe_ref import diff_command, doctor
+from moe_ref.compat.checkpoint import Checkpoint
+from moe_ref.compat.run_checkpoint import HfJob, print_checkpoint_report, run_checkpoint
 from moe_ref.config import MoEConfig
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.errors import CheckFailed, UsageError
@@ -43,8 +45,13 @@ def run(
     capacity_factor: float | None = typer.Option(
         None, help="Rows per (rank, expert) as a multiple of the mean; beyond it routes are dropped. Default: dropless."
     ),
-    dtype: str = typer.Option("float32", help="float64, float32, bfloat16 or float16."),
+    dtype: str | None = typer.Option(
+        None, help="float64, float32, bfloat16 or float16. Default: float32, or as stored with --hf."
+    ),
     text: str = typer.Option("prose", help="Input: prose, code, excerpt, or a file of any bytes."),
+    hf: Path | None = typer.Option(
+        None, help="Instead run every MoE layer of a local Hugging Face checkpoint: its directory (safetensors only)."
+    ),
     seed: int = typer.Option(0, help="Seed of the weights of a fresh layer (see --experts)."),
     plot: Path | None = typer.Option(None, help="Also draw the report into this file (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as one JSON object on one line."),
@@ -53,7 +60,11 @@ def run(
 
     bytes_local and bytes_remote count the rows of the dispatch; the results travel back the same way.
     """
-    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype, text, seed)
+    if hf is not None:
+        given = {"--experts": experts, "--top-k": top_k, "--capacity-factor": capacity_factor, "--plot": plot}
+        _run_hf(hf, HfJob(tokens, layout, backend, dtype, text), ranks, given, as_json)
+        return
+    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype or "float32", text, seed)
     if plot is not None:
         check_plot_path(plot)
     world, device = world_for(ranks, default=4)
@@ -74,6 +85,27 @@ def run(
             f"relative error {report.values['relative_error']:.3g} from the float64 definition, expected at most "
             f"{report.tolerance:g}; find the stage with moe-ref diff"
         )
+
+
+def _run_hf(path: Path, job: HfJob, ranks: int | None, given: dict[str, Any], as_json: bool) -> None:
+    """`run --hf`: a checkpoint says itself what its layers are."""
+    unused = [name for name, value in given.items() if value is not None]
+    if unused:
+        raise UsageError(f"{', '.join(unused)} has no meaning with --hf; the checkpoint's config says it: leave it out")
+    checkpoint = Checkpoint(path)
+    world, device = world_for(ranks, default=4)
+    try:
+        values = run_checkpoint(checkpoint, job, world, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank_from_environment() == 0:
+        if as_json:
+            print_json(values)
+        else:
+            print_checkpoint_report(values, out)
+    if not values["correct"]:
+        raise CheckFailed(f"a layer is {values['relative_error']:.3g} (relative) from the float64 definition")
 
 
 def info(
