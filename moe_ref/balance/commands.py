@@ -54,6 +54,9 @@ def balance(
     A batch is perfect if no rank computes more than the mean, rounded up, and exact if the maximum load is proven to be
     the smallest possible.
     """
+    for name, value in (("--ranks", ranks), ("--experts", experts), ("--replicas", replicas)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}, expected at least 1")
     _check(zipf, noise, rows, steps, solver, formulation, interval, seed)
     if plot is not None:
         check_plot_path(plot)
@@ -61,7 +64,7 @@ def balance(
     if real is not None and experts not in (None, real.num_experts):
         raise UsageError(f"--experts is {experts}, but {loads} has loads of {real.num_experts} experts; leave it out")
     num_experts = real.num_experts if real is not None else experts
-    model = None if real is not None else LoadModel(ranks or 8, num_experts or 32, zipf, noise, rows, seed)
+    model = None if real is not None else LoadModel(_or(ranks, 8), _or(num_experts, 32), zipf, noise, rows, seed)
     predicted = as_prediction(model.popularity()) if model else _prediction(real)
     made = _placement(placement, ranks, num_experts, replicas, predicted)
     if model is not None:
@@ -75,8 +78,13 @@ def balance(
         "slots_per_rank": [len(held) for held in made.placement.experts_of_rank],
         "seed": seed,
     }
+    if sweep and values["experts"] * replicas % values["ranks"]:
+        raise UsageError(
+            f"--sweep compares rivals whose slots are all full, but {values['experts']} experts x {replicas} replicas "
+            f"is no multiple of {values['ranks']} ranks"
+        )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("balancing")
 
         def show(what: object) -> None:
@@ -124,6 +132,10 @@ def balance(
         raise CheckFailed(f"maximum load above the proven bound: {', '.join(inexact) or 'flow_compiled'}")
 
 
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
 def _check(
     zipf: float, noise: float, rows: int, steps: int, solver: str, formulation: str, interval: int, seed: int
 ) -> None:
@@ -151,7 +163,7 @@ def _prediction(real: Any) -> np.ndarray:
 def _placement(name: str, ranks: int | None, experts: int | None, replicas: int, predicted: np.ndarray) -> Construction:
     """A placement by name, or from a file whose sizes then hold."""
     if name in names.NAMES:
-        return names.by_name(name, ranks or 8, experts or 32, replicas, predicted)
+        return names.by_name(name, _or(ranks, 8), _or(experts, 32), replicas, predicted)
     if not Path(name).exists():
         raise UsageError(f"--placement {name} is no file, and none of {', '.join(names.NAMES)}")
     loaded = names.load(name)
@@ -162,9 +174,9 @@ def _placement(name: str, ranks: int | None, experts: int | None, replicas: int,
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
     return table
 
 
@@ -208,5 +220,6 @@ def _print(values: dict[str, Any]) -> None:
         columns = [key for key in values["sweep"][0] if key != "zipf"]
         table = _table("Maximum over mean load by skew", "rival", *(f"{row['zipf']:g}" for row in values["sweep"]))
         for key in columns:
-            table.add_row(key, *(f"{row[key]['mean']:.3f}" for row in values["sweep"]))
+            label = key.replace("_style", "-style").replace("_stale", ", stale")
+            table.add_row(label, *(f"{row[key]['mean']:.2f}" for row in values["sweep"]))
         out.print(table)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import highspy
 import numpy as np
@@ -39,20 +40,21 @@ RELATIVE_TOLERANCE = 1e-6
 """How far the objective of HiGHS (feasibility tolerance 1e-7, in units of the mean load) may be from the exact one."""
 
 
-def quiet_highs() -> highspy.Highs:
+def quiet_highs() -> Any:
     """A single-threaded simplex solver that prints nothing.
 
     HiGHS greets on the process' standard output while it is constructed, before any option can be set; a program that
-    reads our stdout expects results only, so the greeting goes to stderr.
+    reads our stdout expects results only, so stdout is away for that moment.
     """
     sys.stdout.flush()
-    stdout = os.dup(1)
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(2, 1)
-        highs = highspy.Highs()
+        os.dup2(nowhere, 1)
+        highs: Any = highspy.Highs()  # its type stubs lack changeRowsBounds
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+        os.close(nowhere)
     for option, value in (("output_flag", False), ("threads", 1), ("presolve", "off"), ("solver", "simplex")):
         if highs.setOptionValue(option, value) == highspy.HighsStatus.kError:
             raise SolverError(f"HiGHS refused its option {option}={value!r}; moe-ref needs highspy 1.13 or later")

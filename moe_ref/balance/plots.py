@@ -45,12 +45,13 @@ def _steps(axes: Axes, values: dict[str, Any]) -> None:
 def _sweep(axes: Axes, table: list[dict[str, Any]]) -> None:
     skews = [row["zipf"] for row in table]
     for name, label in _LABELS.items():
-        style = {"linewidth": 2.5} if name in _OURS else {"linewidth": 1.2, "linestyle": "--"}
-        axes.plot(skews, [row[name]["mean"] for row in table], marker="o", markersize=3, label=label, **style)
+        width, style = (2.5, "-") if name in _OURS else (1.2, "--")
+        means = [row[name]["mean"] for row in table]
+        axes.plot(skews, means, style, marker="o", markersize=3, linewidth=width, label=label)
     stale = [row["asymmetric_stale"]["mean"] for row in table]
     axes.plot(skews, stale, ":", linewidth=2, label="asymmetric + scheduling, stale plan")
     axes.set(xlabel="Zipf skew s", ylabel="max / mean load", title="Skew sweep", yscale="log")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _timing(axes: Axes, solvers: dict[str, dict[str, Any]]) -> None:
@@ -58,7 +59,8 @@ def _timing(axes: Axes, solvers: dict[str, dict[str, Any]]) -> None:
     place = np.arange(len(names))
     axes.barh(place + 0.2, [solvers[n]["median_us"] for n in names], 0.4, label="loads per replica")
     axes.barh(place - 0.2, [solvers[n]["quota_median_us"] for n in names], 0.4, label="quotas per source rank")
-    axes.set(yticks=place, xlabel="microseconds (median)", title="Time of a plan", xscale="log")
+    least = min(timed["median_us"] for timed in solvers.values())
+    axes.set(yticks=place, xlabel="microseconds (median)", title="Time of a plan", xscale="log", xlim=(least / 3, None))
     axes.set_yticklabels(names)
     axes.legend()
 

@@ -72,9 +72,9 @@ def fill_blocks(blocks: list[tuple[int, ...]], count: int, num_ranks: int, size:
     """
     slots = np.zeros(num_ranks, dtype=np.int64)
     meets = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    for block in blocks:
-        slots[list(block)] += 1
-        for a, b in combinations(block, 2):
+    for given in blocks:
+        slots[list(given)] += 1
+        for a, b in combinations(given, 2):
             meets[a, b] += 1
             meets[b, a] += 1
     for _ in range(count):
