@@ -1,0 +1,207 @@
+"""Recorded results (docs/results/*.json) in pages: numbers, tables and the provenance of each file.
+
+Pages speak of them by placeholders, so a number on the site can't differ from the file it comes from:
+
+    {{ value NAME PATH [FORMAT] }}      one number: {{ value balance_8x32 solvers.flow.median_us .0f }}
+    {{ table NAME PATH [KEY,KEY] }}     a list of objects (or an object of objects) as a table
+    {{ provenance NAME }}               command, date, device and versions, folded
+
+A name or path that does not exist is an error. Files without a page of their own get one with all they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PROVENANCE_KEYS = ("date", "commit", "device", "driver", "packages", "command")
+
+LONG_LIST = 24
+"""Lists of numbers longer than this are shown by their length and range."""
+
+
+class ResultMissing(ValueError):
+    """A page asks for a result that is not there."""
+
+
+def names() -> list[str]:
+    """All recorded results."""
+    return sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+def load(name: str) -> dict[str, Any]:
+    """One recorded result.
+
+    Raises:
+        ResultMissing: no such file, or it lacks a key of its provenance.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise ResultMissing(f"no result {name!r} in docs/results; there are {', '.join(names())}")
+    values = json.loads(path.read_text())
+    missing = [key for key in PROVENANCE_KEYS if key not in values]
+    if missing:
+        raise ResultMissing(f"docs/results/{name}.json lacks the provenance keys {missing}")
+    return values
+
+
+def find(values: Any, path: str, name: str = "") -> Any:
+    """Value at a dotted path; list items by index (`rows.0.ms`) or by a key's value (`rows.tokens=1024.ms`)."""
+    at = values
+    for part in path.split("|") if "|" in path else path.split("."):
+        try:
+            if isinstance(at, list) and "=" in part:
+                key, wanted = part.split("=", 1)
+                at = next(item for item in at if str(item[key]) == wanted)
+            else:
+                at = at[int(part)] if isinstance(at, list) else at[part]
+        except (KeyError, IndexError, ValueError, TypeError, StopIteration) as error:
+            have = ", ".join(map(str, at)) if isinstance(at, dict) else type(at).__name__
+            raise ResultMissing(f"result {name!r} has nothing at {part!r} of {path!r} (there: {have[:300]})") from error
+    return at
+
+
+def number(value: Any, form: str = "") -> str:
+    """A value for a reader: integers with thousands separators, floats with four significant digits."""
+    if form:
+        return format(value, form)
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        if len(value) > LONG_LIST and all(isinstance(v, (int, float)) for v in value):
+            return f"{len(value)} values, {number(min(value))} to {number(max(value))}"
+        if len(value) > LONG_LIST:
+            return f"{len(value)} entries"
+        return ", ".join(number(v) for v in value)
+    if isinstance(value, dict):
+        return "; ".join(f"{k} {number(v)}" for k, v in value.items())
+    return str(value).replace("|", "\\|")
+
+
+def _headed(rows: list[list[str]], columns: list[str]) -> str:
+    numeric = [all(re.fullmatch(r"[-–\d.,e+%]+|", row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "|".join("---:" if n else "---" for n in numeric) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def table(items: Any, keys: list[str] | None = None) -> str:
+    """A list of objects, or an object of objects, as a Markdown table; `keys` chooses and orders columns (dotted)."""
+    if isinstance(items, dict):
+        items = [{"": name, **value} for name, value in items.items()]
+        keys = keys and ["", *keys]
+    if keys is None:
+        keys = []
+        for item in items:
+            keys += [key for key in item if key not in keys]
+    rows = []
+    for item in items:
+        row = []
+        for key in keys:
+            try:
+                row.append(number(find(item, key) if "." in key and key not in item else item.get(key)))
+            except ResultMissing:
+                row.append("–")
+        rows.append(row)
+    return _headed(rows, [k.replace("_", " ") or " " for k in keys])
+
+
+def provenance(name: str) -> str:
+    """Folded block: how the result came about."""
+    values = load(name)
+    packages = ", ".join(f"{k} {v}" for k, v in values["packages"].items() if v is not None)
+    commit = values["commit"] or "not recorded"
+    command = " && ".join(values["command"]) if isinstance(values["command"], list) else str(values["command"])
+    lines = [
+        f'??? info "How this was measured: {_device(values["device"])}, {str(values["date"])[:10]}"',
+        "",
+        "    ```text",
+        *(f"    {line}" for line in command.splitlines()),
+        "    ```",
+        "",
+        f"    Device: {_device(values['device'])}; driver {values['driver'] or 'none'}; {packages}.",
+        f"    Commit `{commit[:12]}{'-dirty' if commit.endswith('-dirty') else ''}`, {values['date']};",
+        f"    file `docs/results/{name}.json`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _device(device: Any) -> str:
+    return device if isinstance(device, str) else number(device)
+
+
+def _section(key: str, value: Any, level: int) -> list[str]:
+    title = f"{'#' * min(level, 5)} {key.replace('_', ' ')}"
+    if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+        flat = all(not isinstance(x, (dict, list)) for v in value.values() for x in v.values())
+        if flat:
+            return [title, "", table(value), ""]
+        out = [title, ""]
+        for name, inner in value.items():
+            out += _section(str(name), inner, level + 1)
+        return out
+    if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+        return [title, "", table(value), ""]
+    if isinstance(value, dict):
+        return [title, "", *_object(value, level + 1)]
+    return [title, "", number(value), ""]
+
+
+def _object(values: dict[str, Any], level: int) -> list[str]:
+    def is_section(value: Any) -> bool:
+        nested = isinstance(value, dict) and any(isinstance(v, (dict, list)) for v in value.values())
+        return nested or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+    simple = {k: v for k, v in values.items() if not is_section(v)}
+    out = []
+    if simple:
+        rows = [[k.replace("_", " "), number(v)] for k, v in simple.items()]
+        out += [_headed(rows, ["quantity", "value"]), ""]
+    for key, value in values.items():
+        if is_section(value):
+            out += _section(key, value, level)
+    return out
+
+
+def page(name: str) -> str:
+    """A whole page for one result file."""
+    values = load(name)
+    rest = {key: value for key, value in values.items() if key not in PROVENANCE_KEYS}
+    title = str(rest.pop("title", name.replace("_", " ")))
+    intro = str(rest.pop("description", ""))
+    note = "Every number on this page comes from the file named below; `-` stands where nothing was recorded."
+    return "\n".join([f"# {title}", "", intro, "", note, "", provenance(name), "", *_object(rest, 2)])
+
+
+_PLACEHOLDER = re.compile(r"\{\{ *(value|table|provenance) +([^}\s]+)(?: +([^}\s]+))?(?: +([^}]+?))? *\}\}")
+
+
+def fill(markdown: str) -> str:
+    """Replace all placeholders of a page.
+
+    Raises:
+        ResultMissing: a placeholder names a result or a path that is not there.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        kind, name, path, extra = match.groups()
+        if kind == "provenance":
+            return provenance(name)
+        if path is None:
+            raise ResultMissing(f"{match.group(0)} lacks a path")
+        found = find(load(name), path, name)
+        if kind == "value":
+            return number(found, extra or "")
+        return table(found, extra.split(",") if extra else None)
+
+    return _PLACEHOLDER.sub(one, markdown)
