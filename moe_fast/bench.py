@@ -8,7 +8,8 @@ Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has b
 
 "floor" is the same matrix products as dense GEMMs of the library, without routing or communication. Times are
 milliseconds of CUDA events, median over repetitions, of the slowest rank. Every repetition starts with all ranks at a
-barrier and a short sleep kernel, so that the host's launches are not in the figure.
+barrier, a short sleep kernel and a tiny all-reduce, so that neither the host's launches nor ranks that begin at
+different times are in the figure.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks.
 """
@@ -125,6 +126,7 @@ def interleaved(functions: dict[str, Callable[[], Any]], repetitions: int) -> di
     """Time functions in turn; per name the median and the fastest of the slowest rank's times, ms."""
     _, ranks = place()
     times: dict[str, list[float]] = {name: [] for name in functions}
+    together = torch.zeros(1, device="cuda")
     for function in functions.values():
         function()
         function()
@@ -135,6 +137,9 @@ def interleaved(functions: dict[str, Callable[[], Any]], repetitions: int) -> di
                 dist.barrier()
                 torch.cuda.synchronize()
             torch.cuda._sleep(SLEEP_CYCLES)
+            if ranks > 1:
+                # the devices start together: a host barrier alone leaves them 0.1 to 0.2 ms apart
+                dist.all_reduce(together)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             function()
@@ -213,12 +218,15 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
     rank, ranks = place()
     setup = set_up(LAYERS[layer], tokens, scheduler, trace=True)
     w = setup.weights
+    together = torch.zeros(1, device="cuda")
     line = None
     for _ in range(3):
         torch.cuda.synchronize()
         setup.engine.heap.barrier()
         setup.engine.trace.zero_()
         torch.cuda._sleep(SLEEP_CYCLES)
+        if ranks > 1:
+            dist.all_reduce(together)
         setup.engine.launch(setup.x_SH, w.router_EH, w.up_XUH, w.down_XHD)
         setup.engine.check()
         line = read_timeline(setup.engine)

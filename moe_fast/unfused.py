@@ -218,7 +218,8 @@ class Captured:
         self, x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1
     ) -> None:
         with torch.no_grad():
-            frozen = make_routes(gate(x_SH, weights, config)[0], config, group, ranks)
+            # kept: the graph reads its tensors at every replay
+            frozen = self.frozen = make_routes(gate(x_SH, weights, config)[0], config, group, ranks)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -18,6 +18,10 @@ from moe_ref.runtime.encoding import combine_tasks
 
 VECTOR = 8
 """Elements of 16 bytes."""
+STEP_BYTES = 512
+"""What a warp takes of a row in one step: 16 bytes a lane."""
+IN_FLIGHT = 8
+"""Loads that a lane has in flight."""
 TOKENS_PER_TURN = 4
 """Tokens that a warp takes at a time; divides TOKEN_TILE."""
 
@@ -32,23 +36,30 @@ def combine_vector(
     weight: cute.Tensor,
     valid: cute.Tensor,
     inside: Int64,
+    count: cutlass.Constexpr,
 ):
-    """One lane sums 8 elements, `inside` bytes into the rows; first: address of this side's returned rows."""
+    """One lane sums `count` times 8 elements, 512 bytes apart, from `inside` bytes into the rows on.
+
+    first: address of this side's returned rows. All loads are on their way before the first sum.
+    """
     row_bytes = k.hidden * k.element_size
     layout = cute.make_layout(VECTOR)
-    parts = [cute.make_rmem_tensor(VECTOR, dtype) for _ in range(k.top_k)]
-    for j in cutlass.range_constexpr(k.top_k):
-        row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside
-        cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[j])
-    total = cute.make_rmem_tensor(VECTOR, Float32)
-    total.fill(0.0)
-    for j in cutlass.range_constexpr(k.top_k):
-        # a masked route's row was never written: it may hold anything, NaN included
-        if valid[j] >= 0:
-            total.store(total.load() + parts[j].load().to(Float32) * weight[j])
-    out = cute.make_rmem_tensor(VECTOR, dtype)
-    out.store(total.load().to(dtype))
-    cute.autovec_copy(out, cute.make_tensor(gmem(a.y + Int64(token) * row_bytes + inside, dtype, 16), layout))
+    parts = [[cute.make_rmem_tensor(VECTOR, dtype) for _ in range(k.top_k)] for _ in range(count)]
+    for v in cutlass.range_constexpr(count):
+        for j in cutlass.range_constexpr(k.top_k):
+            row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside + v * STEP_BYTES
+            cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[v][j])
+    for v in cutlass.range_constexpr(count):
+        total = cute.make_rmem_tensor(VECTOR, Float32)
+        total.fill(0.0)
+        for j in cutlass.range_constexpr(k.top_k):
+            # a masked route's row was never written: it may hold anything, NaN included
+            if valid[j] >= 0:
+                total.store(total.load() + parts[v][j].load().to(Float32) * weight[j])
+        out = cute.make_rmem_tensor(VECTOR, dtype)
+        out.store(total.load().to(dtype))
+        place = a.y + Int64(token) * row_bytes + inside + v * STEP_BYTES
+        cute.autovec_copy(out, cute.make_tensor(gmem(place, dtype, 16), layout))
 
 
 @cute.jit
@@ -68,12 +79,17 @@ def combine_token(
     for j in cutlass.range_constexpr(k.top_k):
         weight[j] = cute.arch.shuffle_sync(scale, j)
         valid[j] = cute.arch.shuffle_sync(expert, j)
-    for v in cutlass.range(k.hidden // (32 * VECTOR), unroll=1):
-        combine_vector(k, dtype, a, first, token, weight, valid, Int64((v * 32 + lane) * 16))
+    steps = k.hidden * k.element_size // STEP_BYTES
+    width = max(1, IN_FLIGHT // k.top_k)
+    for v in cutlass.range(steps // width, unroll=1):
+        combine_vector(k, dtype, a, first, token, weight, valid, Int64(v * (width * STEP_BYTES) + lane * 16), width)
+    if cutlass.const_expr(steps % width > 0):
+        inside = steps // width * width * STEP_BYTES
+        combine_vector(k, dtype, a, first, token, weight, valid, Int64(inside + lane * 16), steps % width)
     if cutlass.const_expr(k.hidden % (32 * VECTOR) > 0):
-        inside = (k.hidden // (32 * VECTOR) * 32 + lane) * 16
-        if inside < row_bytes:
-            combine_vector(k, dtype, a, first, token, weight, valid, Int64(inside))
+        tail = steps * STEP_BYTES + lane * 16
+        if tail < row_bytes:
+            combine_vector(k, dtype, a, first, token, weight, valid, Int64(tail), 1)
 
 
 @cute.jit

@@ -1,8 +1,9 @@
 """Dispatch: every routed row goes to its owner by direct stores, in the order in which the owner will compute it.
 
 A warp claims a unit of rows of one destination, copies them with 16-byte stores, fences once and adds to the arrival
-counters. With a row goes its home: source rank and route, which is where its result returns to. Units alternate between
-destinations beginning with the own rank, so local tiles are complete first and every link is busy at once.
+counters. With a row goes its home: source rank and route, which is where its result returns to. All warps together copy
+the first local rows, so that every processor has a first task soon; then the spare warps alternate between remote rows,
+to all peers in turn so that every link is busy, and the remaining local ones.
 
 Rows lie in expert order (send list), so an owner's first tiles are complete long before the last row has left.
 """
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass._mlir import ir
 
-from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
+from moe_fast.kernel.shapes import BOOST_ROWS, TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     SENT_ROWS,
     Args,
@@ -30,7 +31,6 @@ from moe_fast.kernel.signals import (
     wait_reached,
     write,
 )
-from moe_ref.layout import ceil_div
 
 VECTOR_BYTES = 16
 IN_FLIGHT = 16
@@ -70,11 +70,13 @@ def copy_pair(
 
 
 @cute.jit
-def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, unit: Int32, lane: Int32):
-    """One warp sends unit number `unit`: up to UNIT_ROWS rows of one destination."""
-    destination = (a.rank + unit % k.ranks) % k.ranks
-    begin = read(a.list_start, k.experts + destination) + unit // k.ranks * UNIT_ROWS
-    end = read(a.list_start, k.experts + destination + 1)
+def push_unit(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, number: Int32, lane: Int32
+):
+    """One warp sends unit `number` of a destination: up to UNIT_ROWS rows."""
+    starts = k.plan_parts * k.experts
+    begin = read(a.list_start, starts + destination) + number * UNIT_ROWS
+    end = read(a.list_start, starts + destination + 1)
     if begin < end:
         base = peer(a, destination)
         row_bytes = k.hidden * k.element_size
@@ -100,10 +102,10 @@ def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, unit: Int
             home = a.rank * (a.max_tokens * k.top_k) + route
             write(base + a.home_at, side * a.rows + row, home)
         cute.arch.sync_warp()
-        if cutlass.const_expr(k.ranks > 1):
-            cute.arch.fence_acq_rel_sys()
-        else:
+        if destination == a.rank:
             cute.arch.fence_acq_rel_gpu()
+        else:
+            cute.arch.fence_acq_rel_sys()
         cute.arch.sync_warp()
         if mine:
             if cutlass.const_expr(k.trace):
@@ -114,32 +116,50 @@ def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, unit: Int
 
 
 @cute.jit
-def push(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, limit_rows: cutlass.Constexpr, lane: Int32):
-    """One warp claims units until none is left, or until `limit_rows` rows per destination are on their way (0: all)."""
-    counters = side_counters(a, side)
-    units = read(a.plan, PlanWord.UNITS)
-    limit = units
-    if cutlass.const_expr(limit_rows > 0):
-        limit = min(units, Int32(ceil_div(limit_rows, UNIT_ROWS) * k.ranks))
-    unit = next_unit(counters, lane, a)
-    while unit < limit:
-        push_unit(k, a, side, unit, lane)
-        unit = next_unit(counters, lane, a)
-    if cutlass.const_expr(limit_rows > 0):
-        # the unit that told this warp to stop is claimed, so it is this warp's to send
-        if unit < units:
-            push_unit(k, a, side, unit, lane)
-
-
-@cute.jit
-def next_unit(counters: Int64, lane: Int32, a: Args) -> Int32:
-    """Whole warp: the next unit, or a number beyond all after a failure."""
+def next_unit(a: Args, side: Int32, head: cutlass.Constexpr, lane: Int32) -> Int32:
+    """Whole warp: the next unit of a list, or a number beyond all after a failure."""
     unit = Int32(0)
     if lane == 0:
-        unit = fetch_add(counters, Counter.PUSH)
+        unit = fetch_add(side_counters(a, side), head)
         if aborted(a):
             unit = Int32(1 << 30)
     return cute.arch.shuffle_sync(unit, 0)
+
+
+@cute.jit
+def push_first(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
+    """One warp of many: local rows, until BOOST_ROWS of them are on their way."""
+    units = read(a.plan, PlanWord.NEAR_UNITS)
+    limit = min(units, Int32(BOOST_ROWS // UNIT_ROWS))
+    go = limit > 0
+    while go:
+        unit = next_unit(a, side, Counter.PUSH_NEAR, lane)
+        # the unit that tells this warp to stop is claimed, so it is this warp's to send
+        if unit < units:
+            push_unit(k, a, side, a.rank, unit, lane)
+        go = unit < limit
+
+
+@cute.jit
+def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
+    """A spare warp: remote and local rows in turn, until none is left. Remote ones go to all peers in turn."""
+    near_units = read(a.plan, PlanWord.NEAR_UNITS)
+    far_units = read(a.plan, PlanWord.FAR_UNITS)
+    near, far = Boolean(near_units > 0), Boolean(far_units > 0)
+    while near or far:
+        if cutlass.const_expr(k.ranks > 1):
+            if far:
+                unit = next_unit(a, side, Counter.PUSH_FAR, lane)
+                far = unit < far_units
+                if far:
+                    others = k.ranks - 1
+                    destination = (a.rank + 1 + unit % others) % k.ranks
+                    push_unit(k, a, side, destination, unit // others, lane)
+        if near:
+            unit = next_unit(a, side, Counter.PUSH_NEAR, lane)
+            near = unit < near_units
+            if near:
+                push_unit(k, a, side, a.rank, unit, lane)
 
 
 @cute.jit

@@ -23,8 +23,8 @@ STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2
 LOG2E = 1.4426950408889634
 
 
-def tiled_mma(dtype) -> cute.TiledMma:
-    """wgmma m64n256k16 for each of the two consumer warpgroups, both operands from shared memory, fp32 sums."""
+def tiled_mma(dtype, columns: int = TILE_COLUMNS) -> cute.TiledMma:
+    """wgmma m64 n<columns> k16 for each of the two consumer warpgroups, both operands from shared memory, fp32 sums."""
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
@@ -32,7 +32,7 @@ def tiled_mma(dtype) -> cute.TiledMma:
         warpgroup.OperandMajorMode.K,
         Float32,
         (2, 1, 1),
-        tiler_mn=(64, TILE_COLUMNS),
+        tiler_mn=(64, columns),
     )
 
 
@@ -64,6 +64,35 @@ def load_product(
 
 
 @cute.jit
+def load_logits(
+    k: cutlass.Constexpr[KernelShape],
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    rows_atom: cute.CopyAtom,
+    rows: cute.Tensor,
+    rows_smem: cute.Tensor,
+    router_atom: cute.CopyAtom,
+    router: cute.Tensor,
+    router_smem: cute.Tensor,
+) -> Int32:
+    """The whole loader warp streams one token tile and the router; returns the new running count of stages.
+
+    The router's stages are as narrow as it is, so they share memory with other stages of tasks. That is safe: a task
+    begins only after the plan, and the plan only after every token tile's logits are computed.
+    """
+    for step in range(k.depth0):
+        stage = count % STAGES
+        cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + k.gate_columns) * TILE_K * 2)
+        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
+        cute.copy(router_atom, router[(None, step)], router_smem[(None, stage)], tma_bar_ptr=full + stage)
+        count += 1
+    return count
+
+
+@cute.jit
 def release(empty: cute.Pointer, count: Int32):
     """A consumer warp hands a stage back to the loader."""
     with cute.arch.elect_one():
@@ -73,6 +102,7 @@ def release(empty: cute.Pointer, count: Int32):
 @cute.jit
 def multiply(
     dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
     acc: cute.Tensor,
     a_frag: cute.Tensor,
     b_frag: cute.Tensor,
@@ -83,7 +113,7 @@ def multiply(
 ) -> Int32:
     """A consumer warpgroup accumulates one task; returns the new running count of stages."""
     # made here, not handed in: whether it accumulates is a property of the object, which may not outlive a loop body
-    mma = tiled_mma(dtype)
+    mma = tiled_mma(dtype, columns)
     blocks = cute.size(a_frag, mode=[2])
     mma.set(warpgroup.Field.ACCUMULATE, False)
     cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)

@@ -28,13 +28,12 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
-from moe_fast.kernel.dispatch import push, wait_list
-from moe_fast.kernel.gemm import load_product, multiply, store_chunks, tiled_mma
+from moe_fast.kernel.dispatch import push_first, push_rest, wait_list
+from moe_fast.kernel.gemm import load_logits, load_product, multiply, store_chunks, tiled_mma
 from moe_fast.kernel.plan import list_routes, make_plan, publish_list, sync_consumers, wait_plan
 from moe_fast.kernel.processor import READERS, dispatch_words, release_hidden, return_rows, take_word, unpack
 from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import (
-    BOOST_ROWS,
     CHUNK,
     HALF_COLUMNS,
     STAGES,
@@ -100,15 +99,16 @@ class MegaKernel:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         lA = cute.tile_to_shape(atom, (TILE_ROWS, TILE_K, STAGES), order=(0, 1, 2))
         lB = cute.tile_to_shape(atom, (TILE_COLUMNS, TILE_K, STAGES), order=(0, 1, 2))
+        lG = cute.tile_to_shape(atom, (k.gate_columns, TILE_K, STAGES), order=(0, 1, 2))
         lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, TILE_K, STAGES * 2), order=(0, 1, 2))
         # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store
         lC = cute.tile_to_shape(atom, (TILE_ROWS, CHUNK, 2), order=(0, 1, 2))
         lCs = cute.tile_to_shape(atom, (64, CHUNK, 4), order=(0, 1, 2))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        lA1, lB1, lC1 = (cute.slice_(x, (None, None, 0)) for x in (lA, lBh, lCs))
+        lA1, lB1, lC1, lG1 = (cute.slice_(x, (None, None, 0)) for x in (lA, lBh, lCs, lG))
         rows_box, half_box, chunk_box = (TILE_ROWS, TILE_K), (HALF_COLUMNS, TILE_K), (64, CHUNK)
         aX, tX = cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box)
-        aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lB1, half_box)
+        aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lG1, (k.gate_columns, TILE_K))
         aRows, tRows = cpasync.make_tiled_tma_atom(load, mRows, lA1, rows_box)
         aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box)
         aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box)
@@ -131,7 +131,7 @@ class MegaKernel:
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            lA, lB, lBh, lC, lCs,
+            lA, lB, lBh, lG, lC, lCs,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -142,7 +142,7 @@ class MegaKernel:
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
         aOut: cute.CopyAtom, tOut: cute.Tensor,
         lA: cute.ComposedLayout, lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
-        lC: cute.ComposedLayout, lCs: cute.ComposedLayout,
+        lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout,
     ):  # fmt: skip
         """Hand out the roles; leave together."""
         k = self.shape
@@ -182,6 +182,7 @@ class MegaKernel:
         sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
         sB = s.sB.get_tensor(lB.outer, swizzle=lB.inner)
         sBh = s.sB.get_tensor(lBh.outer, swizzle=lBh.inner)
+        sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
         sC = s.sC.get_tensor(lC.outer, swizzle=lC.inner)
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
@@ -193,7 +194,7 @@ class MegaKernel:
                 if warp_id == 0:
                     self.load(
                         a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond,
-                        sA, sBh, ab_full, ab_empty, slot, word_full, word_empty, side, block, processors, token_tiles,
+                        sA, sBh, sG, ab_full, ab_empty, slot, word_full, word_empty, side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
@@ -215,7 +216,7 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
-                a, sA, sB, sC, scratch, ab_full, ab_empty, chunk_full, chunk_empty, slot, word_full, word_empty,
+                a, sA, sB, sG, sC, scratch, ab_full, ab_empty, chunk_full, chunk_empty, slot, word_full, word_empty,
                 epoch, side, block, blocks, processors, token_tiles, thread - 128,
             )  # fmt: skip
 
@@ -248,7 +249,7 @@ class MegaKernel:
         self, a: Args, aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
-        sA: cute.Tensor, sBh: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
+        sA: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
         slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer,
         side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
     ):  # fmt: skip
@@ -260,7 +261,7 @@ class MegaKernel:
             (aX, tX, (TILE_ROWS, TILE_K), sA),
             (aRows, tRows, (TILE_ROWS, TILE_K), sA),
             (aHidden, tHidden, (TILE_ROWS, TILE_K), sA),
-            (aRouter, tRouter, (HALF_COLUMNS, TILE_K), sBh),
+            (aRouter, tRouter, (k.gate_columns, TILE_K), sG),
         ):
             tiled = cute.local_tile(tensor, box, (None, None))
             pairs.append(
@@ -279,11 +280,10 @@ class MegaKernel:
         count = Int32(0)
         if a.given == 0:
             for tile in range(block, token_tiles, processors):
-                # experts beyond 128 may not exist: TMA fills what is outside the router with zeros
-                count = load_product(
-                    k.depth0, full, empty, count, aX, gX[(None, tile, None)], sX,
-                    aRouter, gRouter[(None, 0, None)], gRouter[(None, 1, None)], sRouter,
-                )  # fmt: skip
+                # columns beyond E: TMA fills what is outside the router with zeros
+                count = load_logits(
+                    k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter
+                )
         counters = side_counters(a, side)
         arrived = a.heap + a.arrived_at + Int64(side * (a.rows // TILE_ROWS)) * 4
         targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
@@ -335,6 +335,7 @@ class MegaKernel:
             aOut, 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2)
         )
         chunks = 2 if cutlass.const_expr(k.gated) else 4
+        whole = k.intermediate % (chunks * CHUNK) == 0
         number, parity = Int32(0), Int32(0)
         go = Boolean(True)
         while go:
@@ -351,10 +352,12 @@ class MegaKernel:
                         for q in cutlass.range_constexpr(2):
                             barrier = q * 2 + c % 2
                             cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
-                            cute.copy(
-                                aOut, sOut[(None, q + 2 * (c % 2))],
-                                gOut[(None, row_tile * 2 + q, column * chunks + c)],
-                            )  # fmt: skip
+                            # columns beyond D are computed but not stored
+                            if whole or column * chunks + c < k.intermediate // CHUNK:
+                                cute.copy(
+                                    aOut, sOut[(None, q + 2 * (c % 2))],
+                                    gOut[(None, row_tile * 2 + q, column * chunks + c)],
+                                )  # fmt: skip
                             cute.arch.cp_async_bulk_commit_group()
                             if cutlass.const_expr(c * 2 + q > 0):
                                 before = c * 2 + q - 1
@@ -401,12 +404,12 @@ class MegaKernel:
             if pushes:
                 wait_list(a, side, processors)
                 start = self.now()
-                push(k, a, side, 0, lane)
+                push_rest(k, a, side, lane)
                 self.mark(a, block, 2, start, Phase.PUSH, lane == 0)
 
     @cute.jit
     def consume(
-        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sC: cute.Tensor, scratch: cute.Pointer,
+        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, scratch: cute.Pointer,
         full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer, chunk_empty: cute.Pointer,
         slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
         block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
@@ -429,6 +432,11 @@ class MegaKernel:
         shape = cute.shape(thr_copy.partition_S(sC))[:3]
         values = cute.make_rmem_tensor(shape, Float32)
         packed = cute.make_rmem_tensor(shape, dtype)
+        gate_mma = tiled_mma(dtype, k.gate_columns)
+        gate_thr = gate_mma.get_slice(group * 128)
+        gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
+        gate_b = gate_mma.make_fragment_B(gate_thr.partition_B(sG))
+        logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
         count = Int32(0)
 
         # who goes where
@@ -436,8 +444,10 @@ class MegaKernel:
             for tile in range(block, token_tiles, processors):
                 start = self.now()
                 if a.given == 0:
-                    count = multiply(dtype, acc, a_frag, b_frag, full, empty, count, Int32(k.depth0))
-                    gate.choose(k, a, acc, tile, scratch, thread)
+                    count = multiply(
+                        dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.depth0)
+                    )
+                    gate.choose(k, a, logits, tile, scratch, thread)
                 else:
                     gate.take_given(k, a, tile, scratch, thread)
                 gate.rank_routes(k, a, side, tile, scratch, thread)
@@ -452,7 +462,7 @@ class MegaKernel:
         sync_consumers()
         start = self.now()
         if block < processors:
-            if not aborted(a):
+            if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
                 for tile in range(block, token_tiles, processors):
                     list_routes(k, a, side, tile, thread)
             publish_list(a, side, thread)
@@ -464,7 +474,7 @@ class MegaKernel:
 
         # the first rows, with all hands
         start = self.now()
-        push(k, a, side, BOOST_ROWS, lane)
+        push_first(k, a, side, lane)
         self.mark(a, block, 0, start, Phase.PUSH, thread == 0)
 
         # the products
@@ -483,7 +493,7 @@ class MegaKernel:
                     # the wait for the first operands is not work
                     cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
                     start = Int64(cute.arch.globaltimer())
-                count = multiply(dtype, acc, a_frag, b_frag, full, empty, count, depth)
+                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
                 if kind == GEMM0:
                     store_chunks(
                         k.activation, 2 if k.gated else 4, k.gated, dtype, group, parity, flat, copy, buffers,
@@ -502,7 +512,7 @@ class MegaKernel:
             number += 1
 
         start = self.now()
-        if not aborted(a):
+        if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
             combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
         self.mark(a, block, 0, start, Phase.COMBINE, thread == 0)
 

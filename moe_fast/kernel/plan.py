@@ -19,7 +19,7 @@ from moe_ref.layout import ceil_div, compact_row
 from moe_ref.runtime.encoding import counts_signal, next_target
 
 CONSUMERS = 256
-BATCH = 8
+BATCH = 16
 """Histogram rows that a thread has in flight while it sums over token tiles."""
 
 
@@ -49,19 +49,27 @@ def scan(value: Int32, scratch: cute.Pointer, thread: Int32) -> Int32:
     return before + total - value
 
 
+def tiles_per_part(k: KernelShape, tokens):
+    """Token tiles that one part of the planner's threads sums."""
+    return ceil_div(ceil_div(tokens, TILE_ROWS), k.plan_parts)
+
+
 @cute.jit
-def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, expert: Int32) -> Int32:
-    """Routes of this rank to an expert; leaves in the histogram the routes of the token tiles before each one."""
-    tiles = ceil_div(a.tokens, TILE_ROWS)
+def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expert: Int32) -> Int32:
+    """Routes of one part of the token tiles to an expert; leaves in the histogram the routes of the part's tiles before
+    each one."""
+    per_part = tiles_per_part(k, a.tokens)
+    begin = part * per_part
+    end = min(begin + per_part, Int32(ceil_div(a.tokens, TILE_ROWS)))
     total = Int32(0)
     batch = cute.make_rmem_tensor(BATCH, Int32)
-    for first in range(0, tiles, BATCH):
+    for first in range(begin, end, BATCH):
         for i in cutlass.range_constexpr(BATCH):
             batch[i] = 0
-            if first + i < tiles:
+            if first + i < end:
                 batch[i] = read(a.histogram, (first + i) * k.experts + expert)
         for i in cutlass.range_constexpr(BATCH):
-            if first + i < tiles:
+            if first + i < end:
                 write(a.histogram, (first + i) * k.experts + expert, total)
             total += batch[i]
     return total
@@ -72,6 +80,7 @@ def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
 ):
     """The planner. scratch: 1024 words of shared memory."""
+    # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice
     counters = side_counters(a, side)
     token_tiles = ceil_div(a.tokens, TILE_ROWS)
     ok = Boolean(True)
@@ -79,10 +88,31 @@ def make_plan(
         ok = wait_reached(counters, Counter.ROUTED, token_tiles, a, Role.PLANNER, Wait.ROUTED, token_tiles, "gpu")
         cute.arch.store(scratch + 8, Int32(ok))
     sync_consumers()
+    # thread -> (part of the token tiles, expert)
+    width = 256 // k.plan_parts
+    part, expert = thread // width, thread % width
+    sums = scratch + 64
+    here = Int32(0)
+    if expert < k.experts:
+        here = sum_histograms(k, a, part, expert)
+    cute.arch.store(sums + thread, here)
+    sync_consumers()
     mine = Int32(0)
-    if thread < k.experts:
-        mine = sum_histograms(k, a, thread)
+    before_part = Int32(0)
+    for p in cutlass.range_constexpr(k.plan_parts):
+        other = cute.arch.load(sums + p * width + expert, Int32)
+        mine += other
+        if p < part:
+            before_part += other
+    if thread >= k.experts:
+        mine = Int32(0)
     start = scan(mine, scratch, thread)
+    # from here on thread e is expert e; every part needs its own place in the list
+    sync_consumers()
+    cute.arch.store(sums + thread, start)
+    sync_consumers()
+    if expert < k.experts:
+        write(a.list_start, part * k.experts + expert, cute.arch.load(sums + expert, Int32) + before_part)
 
     # my row of counts to every rank, then one signal each
     stride = Int32(k.counts_stride)
@@ -123,8 +153,8 @@ def make_plan(
     tiles = Int32(ceil_div(rows, TILE_ROWS))
     tiles_before = scan(tiles, scratch, thread)
     # where each rank's experts begin, in tiles and in my send list: one word per rank from the thread that knows it
-    tile_at = scratch + 16
-    list_at = scratch + 16 + k.ranks + 1
+    tile_at = scratch + 512
+    list_at = scratch + 512 + k.ranks + 1
     for p in cutlass.range_constexpr(k.ranks):
         if thread == k.first_expert(p):
             cute.arch.store(tile_at + p, tiles_before)
@@ -135,39 +165,45 @@ def make_plan(
     sync_consumers()
 
     status = Int32(0)
-    units = Int32(0)
+    far = Int32(0)
     for p in cutlass.range_constexpr(k.ranks):
         status = status | read(counts, (side * k.ranks + p) * stride + k.experts)
         first = cute.arch.load(tile_at + p, Int32)
         if (cute.arch.load(tile_at + p + 1, Int32) - first) * TILE_ROWS > a.rows:
             status = status | Status.OVERFLOW
         sent = cute.arch.load(list_at + p + 1, Int32) - cute.arch.load(list_at + p, Int32)
-        units = max(units, Int32(ceil_div(sent, UNIT_ROWS)))
-    here = cute.arch.load(tile_at + a.rank, Int32)
-    row_tiles = cute.arch.load(tile_at + a.rank + 1, Int32) - here
+        if p != a.rank:
+            far = max(far, Int32(ceil_div(sent, UNIT_ROWS)))
+    near = Int32(
+        ceil_div(cute.arch.load(list_at + a.rank + 1, Int32) - cute.arch.load(list_at + a.rank, Int32), UNIT_ROWS)
+    )
+    first_here = cute.arch.load(tile_at + a.rank, Int32)
+    row_tiles = cute.arch.load(tile_at + a.rank + 1, Int32) - first_here
     usable = (cute.arch.load(scratch + 8, Int32) != 0) and (status & Status.OVERFLOW) == 0
     if not usable:
         row_tiles = Int32(0)
-        units = Int32(0)
+        near = Int32(0)
+        far = Int32(0)
     if thread < k.experts:
         first = cute.arch.load(tile_at + owner, Int32)
         shift = compact_row(tiles_before - first, before, 0, TILE_ROWS) - start
         write(a.row_shift, thread, shift)
-        write(a.list_start, thread, start)
     if thread <= k.ranks:
         # the last words of list_start hold where each rank's part of the send list begins
-        write(a.list_start, k.experts + thread, cute.arch.load(list_at + thread, Int32))
+        write(a.list_start, k.plan_parts * k.experts + thread, cute.arch.load(list_at + thread, Int32))
     if usable and owner == a.rank:
         targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
         for i in range(0, tiles):
-            tile = tiles_before - here + i
+            tile = tiles_before - first_here + i
             write(a.tile_slot, tile, thread - first_expert_of(k, a.rank))
             filled = min(rows - i * TILE_ROWS, Int32(TILE_ROWS))
             write(a.tile_rows, tile, filled)
             write(targets, tile, next_target(read(targets, tile), filled))
     if thread == 0:
         write(a.plan, PlanWord.ROW_TILES, row_tiles)
-        write(a.plan, PlanWord.UNITS, units * k.ranks)
+        write(a.plan, PlanWord.NEAR_UNITS, near)
+        write(a.plan, PlanWord.FAR_UNITS, far * (k.ranks - 1))
+        write(a.plan, PlanWord.USABLE, Int32(usable))
         write(a.plan, PlanWord.STATUS, 0)
         if status != 0:
             write(a.record, 7, status)
@@ -196,10 +232,11 @@ def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
     """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect."""
     first = tile * (TILE_ROWS * k.top_k)
     count = min(a.tokens * k.top_k - first, Int32(TILE_ROWS * k.top_k))
+    starts = tile // tiles_per_part(k, a.tokens) * k.experts
     for r in range(thread, count, CONSUMERS):
         expert = read(a.expert, first + r)
         if expert >= 0:
-            place = read(a.list_start, expert) + read(a.histogram, tile * k.experts + expert) + read(a.index, first + r)
+            place = read(a.list_start, starts + expert) + read(a.histogram, tile * k.experts + expert) + read(a.index, first + r)
             write(a.send, place, first + r)
     if thread < TILE_ROWS:
         # one warp per arrival counter: TOKEN_TILE is the width of a warp

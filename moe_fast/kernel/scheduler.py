@@ -155,7 +155,7 @@ def next_mail(
             if aborted(a):
                 go = Boolean(False)
                 mail = Int64(STOP)
-            elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+            elif Int64(cute.arch.globaltimer() - start) > a.deadline * 2:
                 fail(a, Role.DISPATCHER, Wait.MAIL, processor, number - 1, number)
                 go = Boolean(False)
                 mail = Int64(STOP)
@@ -266,7 +266,7 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
             go = not cute.arch.vote_all_sync(stopped == mine)
         if aborted(a):
             go = Boolean(False)
-        elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+        elif Int64(cute.arch.globaltimer() - start) > a.deadline * 2:
             if lane == 0:
                 fail(a, Role.SCHEDULER, Wait.ARRIVALS, Int32(0), head0 + head1, blocks * (per0 + per1))
             go = Boolean(False)

@@ -32,8 +32,8 @@ MAX_EXPERTS = 256
 MAX_TOP_K = 8
 UNIT_ROWS = 4
 """Rows that a warp copies under one fence."""
-BOOST_ROWS = 8192
-"""Rows per destination that all warps copy together before the first task, instead of the spare warps alone."""
+BOOST_ROWS = 3072
+"""Local rows that all warps copy together before the first task, instead of the spare warps alone: a first wave's."""
 TOKEN_TILE = 32
 """Tokens that share one arrival counter of returned rows."""
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
@@ -45,13 +45,13 @@ COUNTER_WORDS = 16
 class Counter:
     """Index of each single counter of a staging side (int32 words)."""
 
-    TICKET, PUSH, ROUTED, LISTED, PLANNED, READY0, READY1 = range(7)
+    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1 = range(8)
 
 
 class PlanWord:
     """Index of each word that the planner publishes."""
 
-    ROW_TILES, UNITS, STATUS = range(3)
+    ROW_TILES, NEAR_UNITS, FAR_UNITS, STATUS, USABLE = range(5)
 
 
 class Status:
@@ -172,6 +172,16 @@ class KernelShape:
     def block_tiles(self) -> int:
         """Row tiles that become ready together in the modes with a Scheduler."""
         return 2
+
+    @property
+    def gate_columns(self) -> int:
+        """columns of the gate's product: E rounded up to 64"""
+        return align_up(self.experts, 64)
+
+    @property
+    def plan_parts(self) -> int:
+        """Parts into which the planner's 256 threads cut the token tiles, one thread per (part, expert)."""
+        return 256 // (1 << (self.experts - 1).bit_length())
 
     @property
     def slots(self) -> int:
@@ -295,7 +305,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "send": routes * 4,
             "histogram": ceil_div(max(max_tokens, 1), TILE_ROWS) * shape.experts * 4,
             "row_shift": shape.experts * 4,
-            "list_start": (shape.experts + shape.ranks + 1) * 4,
+            "list_start": (shape.plan_parts * shape.experts + shape.ranks + 1) * 4,
             "plan": PLAN_WORDS * 4,
             "tile_slot": tiles * 4,
             "tile_rows": tiles * 4,

@@ -35,6 +35,9 @@ WAITS = (
     "mail of processor",
     "arrivals",
 )
+DERIVED = (3, 4, 6, 7, 8)
+"""Waits for another role of this GPU or for what follows from other waits: they are twice as patient, so that the error
+names the wait that everything else waits for."""
 RECORD_WORDS = 8
 """code, rank, role, wait, index, seen, expected, status"""
 
@@ -219,7 +222,7 @@ def wait_reached(
             if go and (turns & 15) == 0:
                 if aborted(a):
                     go = Boolean(False)
-                elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+                elif Int64(cute.arch.globaltimer() - start) > a.deadline * (2 if wait in DERIVED else 1):
                     fail(a, role, wait, what, seen, target)
                     go = Boolean(False)
     return ok
