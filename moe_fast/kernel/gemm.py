@@ -20,6 +20,8 @@ from cutlass.cute.nvgpu import warpgroup
 from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
 
 STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2
+PIECE = 4
+"""Values that the epilogue rounds together."""
 LOG2E = 1.4426950408889634
 
 
@@ -175,7 +177,6 @@ def store_chunks(
     buffers: cute.Tensor,
     full: cute.Pointer,
     empty: cute.Pointer,
-    values: cute.Tensor,
     packed: cute.Tensor,
 ):
     """A consumer warpgroup writes its 64 rows, 64 columns at a time, into its two buffers for the storer.
@@ -183,18 +184,22 @@ def store_chunks(
     name: activation, or None for the second product. parity: how many pairs of chunks this warpgroup has written
     before, for the phase of the buffer barriers.
     """
-    count = cute.size(values)
+    count = cute.size(packed)
     second = HALF_COLUMNS // CHUNK * count
+    values = cute.make_rmem_tensor(PIECE, Float32)
     for c in cutlass.range_constexpr(chunks):
         buffer = c % 2
-        for v in cutlass.range_constexpr(count):
-            value = acc[c * count + v]
-            if cutlass.const_expr(name is not None):
-                value = activate(name, value)
-                if cutlass.const_expr(gated):
-                    value = value * acc[second + c * count + v]
-            values[v] = value
-        packed.store(values.load().to(dtype))
+        # rounded piece by piece: a whole chunk in fp32 beside the accumulators would not fit into the registers
+        for p in cutlass.range_constexpr(0, count, PIECE):
+            for v in cutlass.range_constexpr(PIECE):
+                value = acc[c * count + p + v]
+                if cutlass.const_expr(name is not None):
+                    value = activate(name, value)
+                    if cutlass.const_expr(gated):
+                        value = value * acc[second + c * count + p + v]
+                values[v] = value
+            piece = cute.make_tensor(packed.iterator + p, cute.make_layout(PIECE))
+            piece.store(values.load().to(dtype))
         cute.arch.mbarrier_wait(empty + (group * 2 + buffer), ((parity + c // 2) & 1) ^ 1)
         cute.copy(copy, packed, buffers[(None, None, None, buffer)])
         cute.arch.fence_proxy("async.shared", space="cta")

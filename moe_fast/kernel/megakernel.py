@@ -430,7 +430,6 @@ class MegaKernel:
         buffers = thr_copy.partition_D(sC)
         flat = copy.retile(acc)
         shape = cute.shape(thr_copy.partition_S(sC))[:3]
-        values = cute.make_rmem_tensor(shape, Float32)
         packed = cute.make_rmem_tensor(shape, dtype)
         gate_mma = tiled_mma(dtype, k.gate_columns)
         gate_thr = gate_mma.get_slice(group * 128)
@@ -497,13 +496,13 @@ class MegaKernel:
                 if kind == GEMM0:
                     store_chunks(
                         k.activation, 2 if k.gated else 4, k.gated, dtype, group, parity, flat, copy, buffers,
-                        chunk_full, chunk_empty, values, packed,
+                        chunk_full, chunk_empty, packed,
                     )  # fmt: skip
                     parity += 1 if k.gated else 2
                 else:
                     store_chunks(
                         None, 4, False, dtype, group, parity, flat, copy, buffers,
-                        chunk_full, chunk_empty, values, packed,
+                        chunk_full, chunk_empty, packed,
                     )  # fmt: skip
                     parity += 2
                 if cutlass.const_expr(k.trace):
