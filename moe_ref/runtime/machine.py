@@ -4,8 +4,8 @@ A `Machine` is two dozen numbers, each with its source beside the presets below:
 13.0), fitted to runs recorded there (`moe_ref.runtime.recorded`, `moe_ref.runtime.calibrate`), stated by a data sheet,
 or assumed.
 
-How well it fits, mean and largest relative error over the records: a persistent kernel's tiles 2.5 % and 6 % (5
-records), grouped products 7 % and 20 % (27), library chains 8 % and 28 % (27); the largest stand at 1024 tokens per
+How well it fits, mean and largest relative error over the records: a persistent kernel's tiles 3 % and 7 % (5
+records), grouped products 7 % and 19 % (27), library chains 8 % and 28 % (27); the largest stand at 1024 tokens per
 rank. The fit is to these records themselves; no run was kept apart, and nothing but h200-2 was measured at all.
 
 Letters: P ranks, H hidden, D intermediate, T tile rows.
@@ -192,16 +192,16 @@ _H200 = Machine(
     gpus_per_node=8,
     sms=132,
     # Fitted (moe_ref.runtime.calibrate on moe_ref.runtime.recorded.H200).
-    flops_16=853e12,
-    exposed=0.336,
-    remote_us=9.84,
-    chain_flops_share=0.857,
-    product_us=33.7,
+    flops_16=843e12,
+    exposed=0.272,
+    remote_us=9.30,
+    chain_flops_share=0.864,
+    product_us=37.4,
     issue_us=22.3,
     pass_bytes_per_s=1.264e12,
     sync_us=646.0,
     # Data sheet: TF32 runs at half the bf16 rate.
-    flops_32=426e12,
+    flops_32=421.5e12,
     memory_bytes=141e9,
     # Measured: device copies read and write 4.3 TB/s together; put-with-signal 300 GB/s each way at once; a scheduler
     # round with relaxed accesses 0.8-1.2 us for up to 64 mails; a system fence 2-3 us; an exposed epilogue of 4-5 % of
@@ -238,8 +238,8 @@ _H100 = {"memory_bytes_per_s": 4.3e12 * 3.35 / 4.8, "memory_bytes": 80e9}
 # of the same speed, 200 Gb/s InfiniBand.
 _A100 = {
     "sms": 108,
-    "flops_16": 853e12 * 312 / 989,
-    "flops_32": 426e12 * 312 / 989,
+    "flops_16": 843e12 * 312 / 989,
+    "flops_32": 421.5e12 * 312 / 989,
     "memory_bytes_per_s": 4.3e12 * 2.04 / 4.8,
     "memory_bytes": 80e9,
     "link_bytes_per_s": 200e9,

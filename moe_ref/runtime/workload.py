@@ -59,11 +59,11 @@ class Workload:
             raise UsageError(f"tokens is {self.tokens}, expected at least 0")
         if self.top_k > self.experts:
             raise UsageError(f"top_k is {self.top_k}, expected at most experts = {self.experts}")
-        if self.skew < 0:
+        if not 0 <= self.skew < np.inf:
             raise UsageError(f"skew is {self.skew}, expected 0 (even) or more")
         if self.layout not in ("compact", "fixed"):
             raise UsageError(f"layout is {self.layout!r}, expected compact or fixed")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < np.inf:
             raise UsageError(f"capacity_factor is {self.capacity_factor}, expected a positive number or none")
 
     def replace(self, **changes: Any) -> Workload:

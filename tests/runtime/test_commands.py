@@ -1,0 +1,163 @@
+"""`moe-ref simulate` and `moe-ref trace` as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import matplotlib.image
+import pytest
+
+from moe_ref.cli import main
+from moe_ref.results import PROVENANCE_KEYS
+from moe_ref.runtime.trace import check_trace
+
+SMALL = ["--tokens", "256", "--experts", "8", "--hidden", "256", "--intermediate", "256"]
+KEYS = {"latency_us", "utilisation", "overlap_efficiency", "gpu_ops", "bytes_sent", "tokens_per_s"}
+
+
+def _run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_simulate_prints_one_object_with_all_models(capsys):
+    code, out, _ = _run(capsys, "simulate", "--machine", "h100-8", "--tokens", "16384", "--experts", "128", "--json")
+    assert code == 0
+    assert out.count("\n") == 1
+    report = json.loads(out)
+    assert set(report["models"]) == {"bulk", "chunked", "megakernel"}
+    for figures in report["models"].values():
+        assert set(figures) == KEYS
+    assert report["models"]["megakernel"]["gpu_ops"] == 1
+    assert report["models"]["megakernel"]["latency_us"] < report["models"]["chunked"]["latency_us"]
+    assert report["models"]["chunked"]["latency_us"] < report["models"]["bulk"]["latency_us"]
+
+
+@pytest.mark.parametrize("preset", ["h100-8", "h200-2", "h200-8", "a100-8", "h100-8x8"])
+def test_every_preset_runs(capsys, preset):
+    code, out, _ = _run(capsys, "simulate", "--machine", preset, *SMALL, "--model", "megakernel", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert list(report["models"]) == ["megakernel"]
+    assert report["ranks"] == {"h200-2": 2, "h100-8x8": 64}.get(preset, 8)
+
+
+def test_options_reach_the_simulation(capsys):
+    def latency(*more: str) -> float:
+        _, out, _ = _run(capsys, "simulate", "--ranks", "4", *SMALL, "--model", "megakernel", "--json", *more)
+        return json.loads(out)["models"]["megakernel"]["latency_us"]
+
+    plain = latency()
+    assert latency() == plain
+    assert latency("--seed", "1") != plain
+    assert latency("--straggler", "1", "--slowdown", "5") > plain
+    assert latency("--launch-jitter", "100") > plain
+    assert latency("--dtype", "float32", "--gated", "--top-k", "4") > plain
+    assert latency("--skew", "2") > plain
+    assert latency("--layout", "fixed", "--capacity-factor", "1") != plain
+
+
+def test_plot_memory_and_records(capsys, tmp_path):
+    records = [
+        {"kind": "chain", "ms": ms, "ranks": 2, "tokens": s, "experts": 8}
+        for s, ms in ((1024, 1.0), (4096, 1.7), (8192, 2.4))
+    ]
+    path = tmp_path / "records.json"
+    path.write_text(json.dumps(records))
+    picture = tmp_path / "models.png"
+    code, out, err = _run(
+        capsys,
+        "simulate",
+        "--machine",
+        "h200-2",
+        *SMALL,
+        "--records",
+        str(path),
+        "--memory",
+        "--plot",
+        str(picture),
+        "--json",
+    )
+    assert code == 0
+    report = json.loads(out)
+    assert report["calibration"]["chain"]["records"] == 3
+    assert all(row["formula_bytes"] == row["allocated_bytes"] for row in report["memory"])
+    assert str(picture) in err
+    assert matplotlib.image.imread(picture).shape[0] > 300
+    code, out, _ = _run(capsys, "simulate", *SMALL, "--ranks", "1")
+    assert code == 0
+    assert "megakernel" in out
+
+
+def test_trace_writes_a_valid_trace_and_a_picture(capsys, tmp_path):
+    path, picture = tmp_path / "trace.json", tmp_path / "gantt.png"
+    for model in ("megakernel", "bulk", "chunked"):
+        code, out, _ = _run(
+            capsys, "trace", "--out", str(path), *SMALL, "--model", model, "--plot", str(picture), "--json"
+        )
+        assert code == 0
+        report = json.loads(out)
+        assert check_trace(json.loads(path.read_text())) == report["events"]
+        assert matplotlib.image.imread(picture).shape[0] > 200
+    code, out, _ = _run(capsys, "trace", "--out", str(path), *SMALL, "--calls", "2", "--processors", "3", "--names")
+    assert code == 0
+    assert "ui.perfetto.dev" in out
+    named = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "M" and e["tid"] == 7]
+    assert named
+
+
+@pytest.mark.slow
+def test_the_papers_figures(capsys, tmp_path):
+    code, _, _ = _run(capsys, "simulate", *SMALL, "--model", "megakernel", "--paper", str(tmp_path), "--json")
+    assert code == 0
+    assert matplotlib.image.imread(tmp_path / "figures.png").shape[0] > 500
+    table = (tmp_path / "table.md").read_text()
+    for figure in (
+        "SM utilisation",
+        "Latency",
+        "Throughput",
+        "Overlap efficiency",
+        "GPU operations",
+        "Symmetric memory",
+    ):
+        assert figure in table
+    assert (tmp_path / "memory.md").read_text().count("\n") == 2 + 30
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(PROVENANCE_KEYS) < set(results)
+    at_8 = results["results"]["gpus"]["8"]
+    assert set(at_8["megakernel"]) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--machine", "tpu"], "presets: h200-2"),
+        (["simulate", "--ranks", "9"], "--ranks is 9, but machine h100-8 has 8 GPUs"),
+        (["simulate", "--ranks", "0"], "ranks is 0, expected at least 1"),
+        (["simulate", "--tokens", "0"], "tokens is 0"),
+        (["simulate", "--tokens", "-5"], "tokens is -5"),
+        (["simulate", "--top-k", "64"], "top_k is 64, expected at most experts = 32"),
+        (["simulate", "--model", "magic"], "--model is 'magic'"),
+        (["simulate", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["simulate", "--layout", "round"], "--layout is 'round'"),
+        (["simulate", "--seed", "-1"], "--seed is -1"),
+        (["simulate", "--straggler", "8"], "--straggler is 8"),
+        (["simulate", "--jitter", "nan"], "finite"),
+        (["simulate", "--skew", "nan"], "skew is nan"),
+        (["simulate", "--capacity-factor", "0"], "capacity_factor is 0"),
+        (["simulate", "--records", "/nowhere.json"], "can't be read"),
+        (["simulate", "--machine", "h200-2", "--tokens", "64", "--paper", "x"], "at least 8 GPUs"),
+        (["trace", "--out", "/nowhere/t.json", "--tokens", "16"], "No such file"),
+        (["trace", "--out", "t.json", "--calls", "0"], "at least 1"),
+        (["trace", "--out", "t.json", "--model", "bulk", "--calls", "2"], "megakernel only"),
+        (["trace"], "--out"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_two(capsys, arguments, message):
+    code, out, err = _run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
