@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ class MoELayer(nn.Module):
         self.world.agree("MoEConfig", json.dumps(config.to_dict(), sort_keys=True))
         self.world.agree("placement", repr(self.placement.ranks_of_expert))
         self.schedule_method = "flow"
+        self.planner: Callable[[np.ndarray, Placement], balance.Plan] | None = None
         if len(self.world.local_ranks) == self.world.num_ranks:
             self.held_experts = tuple(range(config.experts))
         else:
@@ -175,7 +176,9 @@ class MoELayer(nn.Module):
         return gate.gate(x_SH, self.router.weight, self.config, self.router.bias, self.router.selection_bias)
 
     def make_plan(self, counts_PE: np.ndarray) -> balance.Plan:
-        """Plan of a micro-batch: trivial with one replica each, else scheduled."""
+        """Plan of a micro-batch: by `planner` if it is set, else trivial with one replica each, else scheduled."""
+        if self.planner is not None:
+            return self.planner(counts_PE, self.placement)
         if self.placement.max_replicas == 1:
             return balance.Plan.plain(counts_PE, self.placement)
         return balance.schedule(counts_PE, self.placement, method=self.schedule_method)
