@@ -14,7 +14,7 @@ from rich.table import Table
 from moe_ref.balance.loads import LoadModel, as_prediction, read_loads, split_evenly
 from moe_ref.balance.lp import FORMULATIONS
 from moe_ref.balance.study import before_and_after, real_study
-from moe_ref.balance.sweep import SKEWS, skew_sweep
+from moe_ref.balance.sweep import skew_sweep
 from moe_ref.balance.timing import SOLVERS, time_overlap, time_solvers
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import CheckFailed, UsageError
@@ -115,7 +115,8 @@ def balance(
                 made.placement.num_experts,
                 replicas,
                 steps,
-                skews=SKEWS,
+                noise=noise,
+                rows_per_rank=rows,
                 seed=seed,
                 progress=lambda skew: show(f"skew {skew}: done"),
             )

@@ -9,6 +9,7 @@ Letters: P ranks, E experts, D replicas of an expert (at most).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,14 @@ from moe_ref.balance.checks import check_counts, check_loads
 from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.plan import Plan
 from moe_ref.placement.placement import Placement
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """numba.njit without the interpreter lock, kept on disk where there is a place for it."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written: compile in every process
+        return njit(nogil=True)(function)
 
 
 class _Tables(NamedTuple):
@@ -42,7 +51,7 @@ def tables(placement: Placement) -> _Tables:
     return kept
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _fill_evenly(amount, expert, rank_ED, count, rows_ED, load_P, order):
     """`flow.fill_evenly` on the replicas of one expert; `order` is scratch of at least `count` entries."""
     if count == 1:
@@ -80,7 +89,7 @@ def _fill_evenly(amount, expert, rank_ED, count, rows_ED, load_P, order):
         rows_ED[expert, j] += part
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _push(sink, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
     """`flow._push`: whether the path to `sink` could carry anything."""
     amount, v = target - load_P[sink], sink
@@ -100,7 +109,7 @@ def _push(sink, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
     return True
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P):
     """`flow.search`: whether anything moved; `seen` becomes the mask of the ranks that were reached."""
     ranks = load_P.shape[0]
@@ -135,7 +144,7 @@ def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, re
     return moved
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held, replica_held):
     """`flow.solve`: rows of every replica, the maximum load and the mask of the certificate."""
     experts, ranks = rank_ED.shape[0], start_P1.shape[0] - 1
@@ -181,7 +190,7 @@ def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held,
     return rows_ED, target, trapped_P
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _route(counts_PE, rows_ED, local_ED, rank_ED, count_E):
     """`routing.route` without nodes: own replica first, then low sources to low replicas; int64 [P, E, D]."""
     ranks, experts = counts_PE.shape
@@ -214,7 +223,7 @@ def _route(counts_PE, rows_ED, local_ED, rank_ED, count_E):
     return quota_PED
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _plan(counts_PE, rank_ED, count_E, start_P1, expert_held, replica_held):
     """Sum over the ranks, divide, route: everything between the gathered counts and the quotas."""
     ranks, experts = counts_PE.shape

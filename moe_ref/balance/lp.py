@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 import highspy
@@ -62,7 +63,7 @@ def quiet_highs() -> Any:
 
 
 class LinearProgram:
-    """One model of one placement, kept from micro-batch to micro-batch. Not for use by several threads at once.
+    """One model of one placement, kept from micro-batch to micro-batch. Several threads take turns.
 
     Args:
         placement: replica sets.
@@ -76,7 +77,7 @@ class LinearProgram:
             raise ValueError(f"unknown formulation {formulation!r}, expected one of {', '.join(FORMULATIONS)}")
         self.placement, self.warm = placement, warm
         self.eliminated = formulation == "eliminated"
-        self.solves = 0
+        self._turn = threading.Lock()
         counts_E, rank_ED = placement.replica_counts, placement.rank_ED
         # Variables: the replicas that are not eliminated, expert by expert; then m.
         kept_E = counts_E - 1 if self.eliminated else counts_E
@@ -132,6 +133,10 @@ class LinearProgram:
         Raises:
             SolverError: a call failed, the status is not optimal, or the answer breaks a constraint.
         """
+        with self._turn:
+            return self._fractions(load_E)
+
+    def _fractions(self, load_E: np.ndarray) -> tuple[np.ndarray, float]:
         placement, highs = self.placement, self._highs
         # In units of the mean load, so that HiGHS' absolute tolerances mean the same at 10^2 and at 10^12 rows.
         unit = max(float(load_E.sum()) / placement.num_ranks, 1.0)
@@ -165,7 +170,6 @@ class LinearProgram:
                     "changing the variables' bounds",
                 )
         self._must(highs.run(), "running the solver")
-        self.solves += 1
         status = highs.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(

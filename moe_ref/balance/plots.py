@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 _LABELS = {
     "plain": "plain EP",
-    "padded": "padded EP",
+    "padded": "padded EP (leaves the scale)",
     "smartmoe_style": "SmartMoE-style",
     "flexmoe_style": "FlexMoE-style",
     "eplb_style": "EPLB-style",
@@ -50,8 +50,10 @@ def _sweep(axes: Axes, table: list[dict[str, Any]]) -> None:
         axes.plot(skews, means, style, marker="o", markersize=3, linewidth=width, label=label)
     stale = [row["asymmetric_stale"]["mean"] for row in table]
     axes.plot(skews, stale, ":", linewidth=2, label="asymmetric + scheduling, stale plan")
-    axes.set(xlabel="Zipf skew s", ylabel="max / mean load", title="Skew sweep", yscale="log")
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    # Padding multiplies the load many times; the scale is that of the others.
+    top = 1.2 * max(row["plain"]["mean"] for row in table)
+    axes.set(xlabel="Zipf skew s", ylabel="max / mean load", title="Skew sweep", ylim=(0.9, top))
+    axes.legend(fontsize=6.5, loc="upper left", ncols=2)
 
 
 def _timing(axes: Axes, solvers: dict[str, dict[str, Any]]) -> None:
@@ -62,7 +64,7 @@ def _timing(axes: Axes, solvers: dict[str, dict[str, Any]]) -> None:
     least = min(timed["median_us"] for timed in solvers.values())
     axes.set(yticks=place, xlabel="microseconds (median)", title="Time of a plan", xscale="log", xlim=(least / 3, None))
     axes.set_yticklabels(names)
-    axes.legend()
+    axes.legend(loc="lower right")
 
 
 def plot_balance(values: dict[str, Any], path: Path) -> None:

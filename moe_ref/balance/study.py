@@ -12,6 +12,7 @@ from moe_ref.balance.loads import RealLoads, split_evenly
 from moe_ref.balance.real import across_domains, adaptive_run, batch_ratios, summary
 from moe_ref.balance.rivals import plain
 from moe_ref.balance.schedule import schedule
+from moe_ref.balance.sweep import max_over_mean
 from moe_ref.layout import ceil_div
 from moe_ref.placement.moves import MoveCost
 from moe_ref.placement.placement import Placement
@@ -74,8 +75,7 @@ def before_and_after(batches: Iterable[np.ndarray], placement: Placement, replic
     result: dict[str, Any] = {}
     for name, rows in (("before", before_TP), ("after", after_TP)):
         rows_TP = np.array(rows, dtype=np.float64)
-        mean_T = rows_TP.mean(axis=1)
-        ratio_T = np.where(mean_T > 0, rows_TP.max(axis=1) / np.where(mean_T > 0, mean_T, 1.0), 1.0)
+        ratio_T = max_over_mean(rows_TP, rows_TP.mean(axis=1))
         result[name] = {
             **summary(ratio_T),
             "rank_loads": rows_TP.mean(axis=0).round(2).tolist(),

@@ -17,10 +17,9 @@ from moe_ref.balance.rivals import PREDICTIVE, RIVALS
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 
 
-def ratios(rows_TP: np.ndarray) -> np.ndarray:
-    """Maximum over mean rows of each batch, float64 [T]; 1.0 for a batch without rows. Padding counts as rows."""
-    mean_T = rows_TP.mean(axis=1)
-    return np.where(mean_T > 0, rows_TP.max(axis=1) / np.where(mean_T > 0, mean_T, 1), 1.0)
+def max_over_mean(rows_TP: np.ndarray, mean_T: np.ndarray) -> np.ndarray:
+    """Rows of the busiest rank over the mean of each batch, float64 [T]; 1.0 for a batch without rows."""
+    return np.where(mean_T > 0, rows_TP.max(axis=1) / np.where(mean_T > 0, mean_T, 1.0), 1.0)
 
 
 def skew_sweep(
@@ -30,6 +29,8 @@ def skew_sweep(
     steps: int,
     *,
     skews: Sequence[float] = SKEWS,
+    noise: float = 0.2,
+    rows_per_rank: int = 8192,
     seed: int = 0,
     progress: Callable[[float], Any] = lambda skew: None,
 ) -> list[dict[str, Any]]:
@@ -41,19 +42,19 @@ def skew_sweep(
         num_ranks, num_experts, replicas: P, E and copies of an expert (slots in all: E * replicas, a multiple of P).
         steps: batches per skew.
         skews: Zipf exponents.
-        seed: of the load model.
+        noise, rows_per_rank, seed: of the load model.
         progress: called with each skew when it is done.
     """
     table = []
     for skew in skews:
-        model = LoadModel(num_ranks, num_experts, skew, seed=seed)
+        model = LoadModel(num_ranks, num_experts, skew, noise, rows_per_rank, seed)
         counts_TPE = np.stack(list(model.batches(steps)))
         mean_T = counts_TPE.sum(axis=(1, 2)) / num_ranks
         true, stale = as_prediction(model.popularity()), as_prediction(model.stale_popularity())
         row: dict[str, Any] = {"zipf": skew}
         for name, rival in RIVALS.items():
             for suffix, planned in (("", true), ("_stale", stale)) if name in PREDICTIVE else (("", true),):
-                ratio = rival(counts_TPE, planned, replicas).max(axis=1) / mean_T
+                ratio = max_over_mean(rival(counts_TPE, planned, replicas), mean_T)
                 row[name + suffix] = {"mean": float(ratio.mean()), "worst": float(ratio.max())}
         table.append(row)
         progress(skew)

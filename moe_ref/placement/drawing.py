@@ -33,6 +33,7 @@ def plot_placement(placement: Placement, path: Path, title: str, witness: frozen
     axes = figure.subplots()
     weights = [graph.edges[edge]["weight"] for edge in graph.edges]
     most = max(weights, default=1)
+    thickest = min(2.5, 40 / placement.num_ranks)
     proper = len(witness) < placement.num_ranks
     nx.draw_networkx(
         graph,
@@ -41,7 +42,7 @@ def plot_placement(placement: Placement, path: Path, title: str, witness: frozen
         node_size=max(60, 3000 // max(placement.num_ranks, 8)),
         font_size=8 if placement.num_ranks <= 32 else 5,
         node_color=["tab:orange" if proper and rank in witness else "lightsteelblue" for rank in graph.nodes],
-        width=[0.5 + 1.5 * weight / most for weight in weights],
+        width=[thickest * (0.3 + 0.7 * weight / most) for weight in weights],
         edge_color="gray",
     )
     axes.set_title(f"{placement.num_ranks} ranks, {placement.num_experts} experts\n{title}", fontsize=10)

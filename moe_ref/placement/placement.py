@@ -44,6 +44,10 @@ class Placement:
                 if not 0 <= rank < self.num_ranks:
                     raise ValueError(f"expert {expert} is placed on rank {rank}, expected 0 to {self.num_ranks - 1}")
 
+    def __reduce__(self) -> tuple[type[Placement], tuple[tuple[tuple[int, ...], ...], int]]:
+        """Copy and pickle the replica sets only: tables and solver models that were built for them stay behind."""
+        return type(self), (self.ranks_of_expert, self.num_ranks)
+
     @classmethod
     def from_replicas(cls, ranks_of_expert: Sequence[Sequence[int]], num_ranks: int) -> Placement:
         """Placement from the list of ranks of each expert, in replica order."""

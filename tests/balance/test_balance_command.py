@@ -56,6 +56,12 @@ def test_defaults_reach_perfect_balance_and_keep_a_quarter_local(capfd: pytest.C
     assert result("balance --seed 1", capfd)["before"] != values["before"]
 
 
+def test_no_rows_at_all_are_perfectly_balanced(capfd: pytest.CaptureFixture) -> None:
+    values = result("balance --rows 0 --steps 2 --sweep --overlap --solver all", capfd)
+    assert values["perfect_share"] == values["exact_share"] == values["local_share"] == 1.0
+    assert all(entry["mean"] == 1.0 for row in values["sweep"] for entry in row.values() if isinstance(entry, dict))
+
+
 def test_overlap(capfd: pytest.CaptureFixture) -> None:
     values = result("balance --ranks 16 --experts 64 --overlap --steps 30", capfd)
     assert values["visible_us"] == values["overlap"]["overlapped"]["visible_us"]

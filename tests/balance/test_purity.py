@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -180,3 +182,49 @@ def test_scheduling_changes_no_input() -> None:
         schedule(counts, placement, method)
     flow_compiled.solve(before.sum(axis=0), placement)
     assert (counts == before).all()
+
+
+def test_a_placement_that_was_used_can_be_copied_and_sent() -> None:
+    """What solvers keep with a placement stays behind; layers are deep-copied, placements sent to other processes."""
+    placement = symmetric(4, 8, 2).placement
+    counts = next(LoadModel(4, 8, 1.0).batches(1))
+    for method in METHODS:
+        schedule(counts, placement, method)
+    for copied in (copy.deepcopy(placement), copy.copy(placement), pickle.loads(pickle.dumps(placement))):
+        assert copied == placement
+        assert set(copied.__dict__) == {"ranks_of_expert", "num_ranks"}
+        for method in METHODS:
+            assert schedule(counts, copied, method).digest() == schedule(counts, placement, method).digest()
+
+
+def test_threads_may_share_a_linear_program() -> None:
+    placement = symmetric(8, 32, 2).placement
+    batches = list(LoadModel(8, 32, 1.0).batches(4))
+    expected = [schedule(counts, fresh(placement), "lp").digest() for counts in batches]
+    wrong: list[int] = []
+
+    def work() -> None:
+        for _ in range(20):
+            for i, counts in enumerate(batches):
+                if schedule(counts, placement, "lp").digest() != expected[i]:
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_place_to_keep_compiled_code_is_not_needed() -> None:
+    """In a read-only container neither the package nor the home can be written."""
+    code = (
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"
+        "from moe_ref.balance import schedule\n"
+        "from moe_ref.placement import symmetric\n"
+        "print(schedule([[3] * 8] * 4, symmetric(4, 8, 2).placement, 'flow_compiled').max_load)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "24\n"
