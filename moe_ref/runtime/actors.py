@@ -186,7 +186,8 @@ class Scheduler:
         held = self.outstanding[processor] = self.outstanding[processor] - 1
         if held + 1 < self.depth:
             self.room[held + 1].remove(processor)
-        self.room[held].append(processor)
+        if self.rank.rules.keep_idle or any(self.ready.values()):
+            self.room[held].append(processor)
         self.match()
         self.end_if_done()
 

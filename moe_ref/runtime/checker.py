@@ -4,8 +4,8 @@
     Explorer       every order of a small case: a depth-first search over all distinct states
 
 In both, every read sees the call it is for, nothing is overwritten before it was read, every task runs exactly once,
-results are right, and no state is a deadlock (`moe_ref.runtime.stamps`); anything else raises ProtocolViolation with
-the deliveries that led there.
+results are right (`moe_ref.runtime.stamps`), no task waits while a processor has room, and no state is a deadlock;
+anything else is a ProtocolViolation, which the search reports with the deliveries that led there.
 
 What `Explorer` leaves to the adversary: the delivery of every payload and of every signal between ranks, when a task
 finishes, and when a rank launches its next call. With `inside` also every message inside a rank (ready, mail, idle) and
@@ -99,6 +99,9 @@ class _Untimed:
             rank.signal(message.put)
         else:
             rank.handle(message)
+        scheduler = rank.scheduler
+        if any(scheduler.ready.values()) and any(scheduler.room) and scheduler.assigned != scheduler.total:
+            raise ProtocolViolation("idle", f"rank {where} has a ready task and a processor with room, but no mail")
 
     def deadlock(self) -> ProtocolViolation:
         """What the ranks wait for."""

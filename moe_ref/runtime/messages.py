@@ -148,6 +148,7 @@ class Rules:
         keep_counters: counters grow over calls; False resets a side's counters when its call starts.
         recheck: after the targets are known, counters that were reached before are looked at again; False loses that
             wake-up.
+        keep_idle: a processor that reports room while nothing is ready is remembered; False forgets it.
         extra_tasks: added to every rank's task total, which must be exact.
     """
 
@@ -156,6 +157,7 @@ class Rules:
     payload_first: bool = True
     keep_counters: bool = True
     recheck: bool = True
+    keep_idle: bool = True
     extra_tasks: int = 0
 
 
@@ -182,7 +184,8 @@ class MegakernelTimeout(CheckFailed):
 
 
 class ProtocolViolation(CheckFailed):
-    """A rule of the protocol was broken. `rule` is one of: deadlock, overwritten, unwritten, stale, task, result."""
+    """A rule of the protocol was broken. `rule` is one of deadlock, overwritten, unwritten, stale, task, idle,
+    result."""
 
     def __init__(self, rule: str, text: str) -> None:
         self.rule = rule

@@ -12,32 +12,17 @@ import pytest
 from moe_ref.balance import schedule
 from moe_ref.placement import Placement
 from moe_ref.runtime.callplan import count_experts, make_call
+from moe_ref.runtime.cases import BROKEN, SHAPE, small_case
 from moe_ref.runtime.checker import Explorer, random_order
 from moe_ref.runtime.messages import ProtocolViolation, Rules
 from moe_ref.runtime.tasks import TileShape
 
-FULL = [np.array([[0, 1], [1, 0]])] * 2
-AHEAD = [np.array([[0, 0], [0, 0]]), np.array([[1, 1], [1, -1]])]
-MIXED = [np.array([[0, 1], [1, 0]]), np.array([[0, 1], [1, 1]])]
-SHAPE = TileShape(hidden=8, intermediate=8, top_k=2, tile_rows=2, tile_columns=4, token_rows=2)
-
-
-def _calls(routings, capacity=None):
-    placement = Placement.contiguous(2, 2)
-    return [make_call(ids, placement, SHAPE, capacity=capacity, epoch=epoch) for epoch, ids in enumerate(routings)]
-
-
-CASES = {
-    "full, compact": lambda: _calls([FULL, FULL]),
-    "full, fixed": lambda: _calls([FULL, FULL], capacity=2),
-    "uneven, compact": lambda: _calls([AHEAD, MIXED]),
-    "uneven, fixed": lambda: _calls([AHEAD, MIXED], capacity=4),
-}
+CASES = {f"{name}, {layout}": (name, layout) for name in ("full", "uneven") for layout in ("compact", "fixed")}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_order_between_ranks_is_right(case):
-    calls = CASES[case]()
+    calls = small_case(*CASES[case])
     if case.startswith("full"):
         assert all(len(call.tiles[rank]) == 2 for call in calls for rank in range(2))
         assert (SHAPE.columns0, SHAPE.columns1) == (2, 2)
@@ -50,7 +35,7 @@ def test_every_order_between_ranks_is_right(case):
 
 
 def test_every_order_of_every_message_is_right():
-    found = Explorer(CASES["full, compact"](), processors=1, inside=True).run()
+    found = Explorer(small_case("full", "compact"), processors=1, inside=True).run()
     print(f"every message free: {found.states} distinct states, {found.transitions} deliveries")
     assert found.violation is None, found.path
     assert found.complete
@@ -58,21 +43,22 @@ def test_every_order_of_every_message_is_right():
     assert found.states >= 1_000_000
 
 
-BROKEN = {
-    "signal before payload": (Rules(payload_first=False), {"unwritten"}),
-    "one staging side": (Rules(sides=1, row_sides=1), {"overwritten", "stale", "task"}),
-    "a reset epoch": (Rules(keep_counters=False), {"deadlock"}),
-    "a lost wake-up": (Rules(recheck=False), {"deadlock"}),
-    "a task total too small": (Rules(extra_tasks=-1), {"task"}),
-    "a task total too large": (Rules(extra_tasks=1), {"deadlock"}),
+EXPECTED = {
+    "signal-before-payload": {"unwritten"},
+    "one-side": {"overwritten", "stale", "task"},
+    "reset-epoch": {"deadlock"},
+    "lost-wake-up": {"deadlock"},
+    "forgotten-idle": {"deadlock"},
+    "total-too-small": {"task"},
+    "total-too-large": {"deadlock"},
 }
 
 
 @pytest.mark.parametrize("case", ["uneven, compact", "uneven, fixed"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rules_are_found_by_search_and_by_chance(name, case):
-    rules, expected = BROKEN[name]
-    calls = CASES[case]()
+    rules, expected = BROKEN[name], EXPECTED[name]
+    calls = small_case(*CASES[case])
     found = Explorer(calls, processors=2, rules=rules).run()
     assert found.violation is not None, f"{name} was not found in {found.states} states"
     assert found.violation.rule in expected, found.violation
@@ -89,9 +75,9 @@ def test_broken_rules_are_found_by_search_and_by_chance(name, case):
 
 def test_rows_need_one_side_only_where_they_wait_for_all_counts():
     one_row_side = Rules(row_sides=1)
-    assert Explorer(CASES["uneven, compact"](), processors=2, rules=one_row_side).run().violation is None
-    assert Explorer(CASES["full, fixed"](), processors=2, rules=one_row_side).run().violation is not None
-    assert Explorer(CASES["uneven, compact"](), processors=2, rules=Rules(sides=1)).run().violation is not None
+    assert Explorer(small_case("uneven", "compact"), processors=2, rules=one_row_side).run().violation is None
+    assert Explorer(small_case("full", "fixed"), processors=2, rules=one_row_side).run().violation is not None
+    assert Explorer(small_case("uneven", "compact"), processors=2, rules=Rules(sides=1)).run().violation is not None
 
 
 def _random_calls(seed: int):
@@ -137,6 +123,6 @@ def test_two_thousand_random_orders_are_right():
 
 
 def test_a_limit_ends_the_search_and_says_so():
-    found = Explorer(CASES["full, compact"](), processors=2).run(limit=1000)
+    found = Explorer(small_case("full", "compact"), processors=2).run(limit=1000)
     assert not found.complete
     assert found.states >= 1000
