@@ -39,7 +39,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.errors import CheckFailed, UsageError
 from moe_ref.results import provenance, write_results
 
-SLEEP_CYCLES = 1_000_000
+SLEEP_CYCLES = 2_500_000
 PACKAGES = ("nvidia-cutlass-dsl", "nvshmem4py-cu13", "nvidia-nvshmem-cu13")
 
 

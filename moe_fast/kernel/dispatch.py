@@ -82,8 +82,8 @@ def push_unit(
         row_bytes = k.hidden * k.element_size
         # Lane r knows row r. A lane beyond the last row repeats the last one: the same bytes to the same place.
         place = min(begin + lane % UNIT_ROWS, end - 1)
-        route = read(a.send, place)
-        row = place + read(a.row_shift, read(a.expert, route))
+        entry = read(a.send, place, Int64)
+        route, row = Int32(entry & 0xFFFFFFFF), Int32(entry >> 32)
         source = a.x + Int64(route // k.top_k) * row_bytes
         target = base + a.rows_at + (Int64(side) * a.rows + row) * row_bytes
         inside = Int64(lane * VECTOR_BYTES)
@@ -122,22 +122,22 @@ def next_unit(a: Args, side: Int32, head: cutlass.Constexpr, lane: Int32) -> Int
     if lane == 0:
         unit = fetch_add(side_counters(a, side), head)
         if aborted(a):
-            unit = Int32(1 << 30)
+            unit = Int32(1 << 29)
     return cute.arch.shuffle_sync(unit, 0)
 
 
 @cute.jit
-def push_first(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
-    """One warp of many: local rows, until BOOST_ROWS of them are on their way."""
-    units = read(a.plan, PlanWord.NEAR_UNITS)
-    limit = min(units, Int32(BOOST_ROWS // UNIT_ROWS))
-    go = limit > 0
-    while go:
-        unit = next_unit(a, side, Counter.PUSH_NEAR, lane)
-        # the unit that tells this warp to stop is claimed, so it is this warp's to send
-        if unit < units:
+def boost_units(near_units: Int32) -> Int32:
+    """Local units that all warps send before the first task."""
+    return min(near_units, Int32(BOOST_ROWS // UNIT_ROWS))
+
+
+@cute.jit
+def push_first(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, warp: Int32, warps: Int32, lane: Int32):
+    """Warp number `warp` of all consumer warps: its share of the first local rows."""
+    if not aborted(a):
+        for unit in range(warp, boost_units(read(a.plan, PlanWord.NEAR_UNITS)), warps):
             push_unit(k, a, side, a.rank, unit, lane)
-        go = unit < limit
 
 
 @cute.jit
@@ -145,7 +145,8 @@ def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int
     """A spare warp: remote and local rows in turn, until none is left. Remote ones go to all peers in turn."""
     near_units = read(a.plan, PlanWord.NEAR_UNITS)
     far_units = read(a.plan, PlanWord.FAR_UNITS)
-    near, far = Boolean(near_units > 0), Boolean(far_units > 0)
+    begun = boost_units(near_units)
+    near, far = Boolean(near_units > begun), Boolean(far_units > 0)
     while near or far:
         if cutlass.const_expr(k.ranks > 1):
             if far:
@@ -156,7 +157,7 @@ def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int
                     destination = (a.rank + 1 + unit % others) % k.ranks
                     push_unit(k, a, side, destination, unit // others, lane)
         if near:
-            unit = next_unit(a, side, Counter.PUSH_NEAR, lane)
+            unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
             near = unit < near_units
             if near:
                 push_unit(k, a, side, a.rank, unit, lane)

@@ -14,11 +14,16 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
+from cutlass._mlir import ir
 
+from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
+from moe_fast.kernel.signals import Args, gmem, peer, read
+
+LOWEST = 1 << 24
+"""Device addresses are above this, offsets inside a row below."""
 STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2
 PIECE = 4
 """Values that the epilogue rounds together."""
@@ -206,3 +211,70 @@ def store_chunks(
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full + (group * 2 + buffer))
+
+
+@cute.jit
+def home_address(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row: Int32) -> Int64:
+    """Where row `row` of a row tile goes home to: its first byte, or 0 for a row of padding."""
+    address = Int64(0)
+    if row < read(a.tile_rows, row_tile):
+        home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + row)
+        per_rank = a.max_tokens * k.top_k
+        rank, route = home // per_rank, home % per_rank
+        address = (
+            peer(a, rank) + a.returned_at + (Int64(side) * per_rank + route) * (k.hidden * k.element_size)
+        )
+    return address
+
+
+@cute.jit
+def return_rows(
+    k: cutlass.Constexpr[KernelShape],
+    dtype: cutlass.Constexpr,
+    address: Int64,
+    column: Int32,
+    group: Int32,
+    parity: Int32,
+    acc: cute.Tensor,
+    copy: cute.TiledCopy,
+    buffers: cute.Tensor,
+    memory: cute.Pointer,
+    empty: cute.Pointer,
+    packed: cute.Tensor,
+    thread: Int32,
+):
+    """A consumer warp sends its 16 rows of a GEMM1 tile home: 256 columns to row (token, k) of each row's source rank.
+
+    Lane l knows the address of row l % 16. The rows pass through the warp's own part of the epilogue buffers, 64
+    columns at a time, so that a store instruction covers four rows of 128 bytes. Nobody waits for these stores here:
+    the storer's fence and counters come after all eight warps have issued theirs.
+
+    The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
+    """
+    vector = ir.VectorType.get([4], Int32.mlir_type)
+    lane, warp = thread % 32, thread % 128 // 32
+    count = cute.size(packed)
+    values = cute.make_rmem_tensor(PIECE, Float32)
+    whole = k.hidden % TILE_COLUMNS == 0
+    for buffer in cutlass.range_constexpr(2):
+        # the storer may still be reading a hidden tile out of it
+        cute.arch.mbarrier_wait(empty + (group * 2 + buffer), (parity & 1) ^ 1)
+    for c in cutlass.range_constexpr(TILE_COLUMNS // CHUNK):
+        for p in cutlass.range_constexpr(0, count, PIECE):
+            for v in cutlass.range_constexpr(PIECE):
+                values[v] = acc[c * count + p + v]
+            piece = cute.make_tensor(packed.iterator + p, cute.make_layout(PIECE))
+            piece.store(values.load().to(dtype))
+        cute.copy(copy, packed, buffers[(None, None, None, c % 2)])
+        cute.arch.sync_warp()
+        chunk = memory + (group + 2 * (c % 2)) * (64 * CHUNK) + warp * (16 * CHUNK)
+        pieces, places = [], []
+        for step in cutlass.range_constexpr(4):
+            row = step * 4 + lane // 8
+            place = cute.arch.shuffle_sync(address, row)
+            places.append(place + Int64(column) * (TILE_COLUMNS * 2) + (c * CHUNK * 2 + lane % 8 * 16))
+            pieces.append(cute.arch.load(chunk + (row * CHUNK + ((lane % 8) ^ (row % 8)) * 8), vector, ss="cta"))
+        for step in cutlass.range_constexpr(4):
+            # an address of 0 stays below any real one whatever the column
+            if places[step] >= LOWEST and (whole or column * TILE_COLUMNS + c * CHUNK < k.hidden):
+                cute.arch.store(gmem(places[step], Int32, 16), pieces[step])

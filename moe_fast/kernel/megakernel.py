@@ -29,9 +29,24 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
 from moe_fast.kernel.dispatch import push_first, push_rest, wait_list
-from moe_fast.kernel.gemm import load_logits, load_product, multiply, store_chunks, tiled_mma
+from moe_fast.kernel.gemm import (
+    home_address,
+    load_logits,
+    load_product,
+    multiply,
+    return_rows,
+    store_chunks,
+    tiled_mma,
+)
 from moe_fast.kernel.plan import list_routes, make_plan, publish_list, sync_consumers, wait_plan
-from moe_fast.kernel.processor import READERS, dispatch_words, release_hidden, return_rows, take_word, unpack
+from moe_fast.kernel.processor import (
+    READERS,
+    count_returned,
+    dispatch_words,
+    release_hidden,
+    take_word,
+    unpack,
+)
 from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import (
     CHUNK,
@@ -123,6 +138,7 @@ class MegaKernel:
             word_empty: cute.struct.MemRange[Int64, 1]
             chunk_full: cute.struct.MemRange[Int64, 4]
             chunk_empty: cute.struct.MemRange[Int64, 4]
+            sent: cute.struct.MemRange[Int64, 1]
             slot: cute.struct.MemRange[Int64, 1]
             sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lA)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lB)], 1024]
@@ -163,7 +179,7 @@ class MegaKernel:
         ab_full, ab_empty = s.ab_full.data_ptr(), s.ab_empty.data_ptr()
         word_full, word_empty = s.word_full.data_ptr(), s.word_empty.data_ptr()
         chunk_full, chunk_empty = s.chunk_full.data_ptr(), s.chunk_empty.data_ptr()
-        slot = s.slot.data_ptr()
+        sent, slot = s.sent.data_ptr(), s.slot.data_ptr()
         if warp_id == 0:
             for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut):
                 cpasync.prefetch_descriptor(descriptor)
@@ -174,6 +190,7 @@ class MegaKernel:
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(chunk_full + i, 4)
                     cute.arch.mbarrier_init(chunk_empty + i, 1)
+                cute.arch.mbarrier_init(sent, 8)
                 cute.arch.mbarrier_init(word_full, 1)
                 cute.arch.mbarrier_init(word_empty, READERS)
         cute.arch.mbarrier_init_fence()
@@ -201,8 +218,8 @@ class MegaKernel:
                         dispatch_words(k, a, side, slot, word_full, word_empty, block, processors)
                 elif warp_id == 2:
                     self.store(
-                        a, aOut, tOut, sCs, s.sC.data_ptr(), chunk_full, chunk_empty, slot, word_full, word_empty,
-                        side, block, lane,
+                        a, aOut, tOut, sCs, chunk_full, chunk_empty, sent, slot, word_full, word_empty, side,
+                        block, lane,
                     )  # fmt: skip
                 else:
                     self.spare(a, side, block, processors, lane)
@@ -216,7 +233,7 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
-                a, sA, sB, sG, sC, scratch, ab_full, ab_empty, chunk_full, chunk_empty, slot, word_full, word_empty,
+                a, sA, sB, sG, sC, s.sC.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty, sent, slot, word_full, word_empty,
                 epoch, side, block, blocks, processors, token_tiles, thread - 128,
             )  # fmt: skip
 
@@ -323,8 +340,8 @@ class MegaKernel:
 
     @cute.jit
     def store(
-        self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, sCs: cute.Tensor, buffers: cute.Pointer,
-        full: cute.Pointer, empty: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
+        self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, sCs: cute.Tensor,
+        full: cute.Pointer, empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
         word_empty: cute.Pointer, side: Int32, block: Int32, lane: Int32,
     ):  # fmt: skip
         """The storer warp."""
@@ -336,7 +353,7 @@ class MegaKernel:
         )
         chunks = 2 if cutlass.const_expr(k.gated) else 4
         whole = k.intermediate % (chunks * CHUNK) == 0
-        number, parity = Int32(0), Int32(0)
+        number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(True)
         while go:
             word = take_word(slot, word_full, word_empty, number)
@@ -345,7 +362,10 @@ class MegaKernel:
             if go:
                 start = Int64(0)
                 if cutlass.const_expr(k.trace):
-                    cute.arch.mbarrier_wait(full, parity & 1)
+                    if kind == GEMM0:
+                        cute.arch.mbarrier_wait(full, parity & 1)
+                    else:
+                        cute.arch.mbarrier_wait(sent, returns & 1)
                     start = Int64(cute.arch.globaltimer())
                 if kind == GEMM0:
                     for c in cutlass.range_constexpr(chunks):
@@ -377,8 +397,9 @@ class MegaKernel:
                         release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
                     parity += chunks // 2
                 else:
-                    return_rows(k, a, side, row_tile, column, parity, buffers, full, empty, lane)
-                    parity += 2
+                    cute.arch.mbarrier_wait(sent, returns & 1)
+                    count_returned(k, a, side, row_tile, lane)
+                    returns += 1
                 if cutlass.const_expr(k.trace):
                     if lane == 0:
                         note(a, block, 1, start, word)
@@ -409,9 +430,9 @@ class MegaKernel:
 
     @cute.jit
     def consume(
-        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, scratch: cute.Pointer,
-        full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer, chunk_empty: cute.Pointer,
-        slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, memory: cute.Pointer,
+        scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer,
+        chunk_empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
         block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
     ):  # fmt: skip
         """The two consumer warpgroups, 256 threads."""
@@ -473,7 +494,7 @@ class MegaKernel:
 
         # the first rows, with all hands
         start = self.now()
-        push_first(k, a, side, lane)
+        push_first(k, a, side, block * 8 + warp_id, blocks * 8, lane)
         self.mark(a, block, 0, start, Phase.PUSH, thread == 0)
 
         # the products
@@ -481,17 +502,19 @@ class MegaKernel:
         go = Boolean(block < processors)
         while go:
             word = take_word(slot, word_full, word_empty, number)
-            kind = unpack(word)[0]
+            kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
                 depth = Int32(k.depth1)
                 if kind == GEMM0:
                     depth = Int32(k.depth0)
-                start = Int64(0)
-                if cutlass.const_expr(k.trace):
-                    # the wait for the first operands is not work
-                    cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
-                    start = Int64(cute.arch.globaltimer())
+                # the wait for the first operands is not work
+                cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+                start = self.now()
+                address = Int64(0)
+                if kind != GEMM0:
+                    # asked for now, when the rows and their homes have arrived for sure; needed after the product
+                    address = home_address(k, a, side, row_tile, warp_id * 16 + lane % 16)
                 count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
                 if kind == GEMM0:
                     store_chunks(
@@ -500,11 +523,13 @@ class MegaKernel:
                     )  # fmt: skip
                     parity += 1 if k.gated else 2
                 else:
-                    store_chunks(
-                        None, 4, False, dtype, group, parity, flat, copy, buffers,
-                        chunk_full, chunk_empty, packed,
+                    return_rows(
+                        k, dtype, address, column, group, parity, flat, copy, buffers, memory, chunk_empty, packed,
+                        thread,
                     )  # fmt: skip
-                    parity += 2
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(sent)
                 if cutlass.const_expr(k.trace):
                     if thread == 0:
                         note(a, block, 0, start, word)

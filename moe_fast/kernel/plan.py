@@ -79,8 +79,9 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expe
 def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
 ):
-    """The planner. scratch: 1024 words of shared memory."""
-    # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice
+    """The planner. scratch: 1536 words of shared memory."""
+    # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice,
+    # 1024- two words per slot
     counters = side_counters(a, side)
     token_tiles = ceil_div(a.tokens, TILE_ROWS)
     ok = Boolean(True)
@@ -191,14 +192,28 @@ def make_plan(
     if thread <= k.ranks:
         # the last words of list_start hold where each rank's part of the send list begins
         write(a.list_start, k.plan_parts * k.experts + thread, cute.arch.load(list_at + thread, Int32))
-    if usable and owner == a.rank:
-        targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
-        for i in range(0, tiles):
-            tile = tiles_before - first_here + i
-            write(a.tile_slot, tile, thread - first_expert_of(k, a.rank))
-            filled = min(rows - i * TILE_ROWS, Int32(TILE_ROWS))
-            write(a.tile_rows, tile, filled)
-            write(targets, tile, next_target(read(targets, tile), filled))
+    # my row tiles, one thread each: rows and first tile of each of my slots, then a binary search
+    slot_rows = scratch + 1024
+    slot_tile = scratch + 1024 + k.slots
+    if owner == a.rank:
+        slot = thread - first_expert_of(k, a.rank)
+        cute.arch.store(slot_rows + slot, rows)
+        cute.arch.store(slot_tile + slot, tiles_before - first_here)
+    sync_consumers()
+    held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
+    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+    for tile in range(thread, row_tiles, CONSUMERS):
+        slot = Int32(0)
+        for bit in cutlass.range_constexpr((k.slots - 1).bit_length()):
+            further = slot + (1 << ((k.slots - 1).bit_length() - 1 - bit))
+            if further < held:
+                if cute.arch.load(slot_tile + further, Int32) <= tile:
+                    slot = further
+        begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
+        filled = min(cute.arch.load(slot_rows + slot, Int32) - begun, Int32(TILE_ROWS))
+        write(a.tile_slot, tile, slot)
+        write(a.tile_rows, tile, filled)
+        write(targets, tile, next_target(read(targets, tile), filled))
     if thread == 0:
         write(a.plan, PlanWord.ROW_TILES, row_tiles)
         write(a.plan, PlanWord.NEAR_UNITS, near)
@@ -237,7 +252,8 @@ def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
         expert = read(a.expert, first + r)
         if expert >= 0:
             place = read(a.list_start, starts + expert) + read(a.histogram, tile * k.experts + expert) + read(a.index, first + r)
-            write(a.send, place, first + r)
+            # an entry of the send list: the route, and the row where it lands
+            write(a.send, place, Int64(first + r) | (Int64(place + read(a.row_shift, expert)) << 32), Int64)
     if thread < TILE_ROWS:
         # one warp per arrival counter: TOKEN_TILE is the width of a warp
         valid = Int32(0)

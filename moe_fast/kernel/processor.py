@@ -12,25 +12,16 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
-from cutlass._mlir import ir
 
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_ticket
-from moe_fast.kernel.shapes import (
-    CHUNK,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    TOKEN_TILE,
-    KernelShape,
-    PlanWord,
-)
+from moe_fast.kernel.shapes import TILE_ROWS, TOKEN_TILE, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     Args,
     Role,
     aborted,
     add,
     done_word,
-    gmem,
     peer,
     read,
     side_counters,
@@ -96,88 +87,38 @@ def dispatch_words(
 
 
 @cute.jit
-def return_rows(
-    k: cutlass.Constexpr[KernelShape],
-    a: Args,
-    side: Int32,
-    row_tile: Int32,
-    column: Int32,
-    parity: Int32,
-    buffers: cute.Pointer,
-    full: cute.Pointer,
-    empty: cute.Pointer,
-    lane: Int32,
-):
-    """The storer warp sends a GEMM1 tile home: each row's 256 columns to row (token, k) of its source rank.
+def count_returned(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, lane: Int32):
+    """The storer warp, after the consumers have issued the stores of a GEMM1 tile: make them visible, then count them.
 
-    Lane l knows the rows l, l + 32, l + 64, l + 96; in a step the warp stores 16 bytes per lane, four rows of 128 bytes.
-    The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
+    The fence covers the consumers' stores too: they came before the barrier that this warp waited for. Lane l counts
+    rows l, l + 32, l + 64 and l + 96; rows of one token tile of one rank are counted by one addition.
     """
-    row_bytes = k.hidden * k.element_size
-    vector = ir.VectorType.get([4], Int32.mlir_type)
-    # The word may be here long before the rows are: only once results lie in the buffers have the rows, and with them
-    # their homes, arrived for sure.
-    cute.arch.mbarrier_wait(full, parity & 1)
     filled = read(a.tile_rows, row_tile)
     per_rank = a.max_tokens * k.top_k
-    address = cute.make_rmem_tensor(4, Int64)
     owner = cute.make_rmem_tensor(4, Int32)
     part = cute.make_rmem_tensor(4, Int32)
-    quiet = aborted(a)
-    whole = k.hidden % TILE_COLUMNS == 0
     for i in cutlass.range_constexpr(4):
-        row = i * 32 + lane
-        address[i] = Int64(0)
         owner[i] = Int32(-1)
         part[i] = Int32(0)
-        if row < filled and not quiet:
-            home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + row)
-            rank, route = home // per_rank, home % per_rank
-            address[i] = (
-                peer(a, rank)
-                + a.returned_at
-                + (Int64(side) * per_rank + route) * row_bytes
-                + Int64(column) * (TILE_COLUMNS * k.element_size)
-            )
-            owner[i] = rank
-            part[i] = route // k.top_k // TOKEN_TILE
-    for c in cutlass.range_constexpr(TILE_COLUMNS // CHUNK):
-        for group in cutlass.range_constexpr(2):
-            barrier = group * 2 + c % 2
-            cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
-            chunk = buffers + (group + 2 * (c % 2)) * (64 * CHUNK)
-            for step in cutlass.range_constexpr(0, 16, 4):
-                values = []
-                places = []
-                for s in cutlass.range_constexpr(step, step + 4):
-                    row = s * 4 + lane // 8
-                    piece = (lane % 8) ^ (row % 8)
-                    place = cute.arch.shuffle_sync(address[group * 2 + s // 8], (s % 8) * 4 + lane // 8)
-                    places.append(place + (c * CHUNK * k.element_size + lane % 8 * 16))
-                    values.append(cute.arch.load(chunk + (row * CHUNK + piece * 8), vector, ss="cta"))
-                for s in cutlass.range_constexpr(4):
-                    # a padded row has address 0 (plus less than 512)
-                    if places[s] >= 512 and (whole or column * TILE_COLUMNS + c * CHUNK < k.hidden):
-                        cute.arch.store(gmem(places[s], Int32, 16), values[s])
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + barrier)
-    cute.arch.sync_warp()
+        if i * 32 + lane < filled:
+            home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + i * 32 + lane)
+            owner[i] = home // per_rank
+            part[i] = home % per_rank // k.top_k // TOKEN_TILE
     if cutlass.const_expr(k.ranks > 1):
         cute.arch.fence_acq_rel_sys()
     else:
         cute.arch.fence_acq_rel_gpu()
     cute.arch.sync_warp()
-    for i in cutlass.range_constexpr(4):
-        # rows of one token tile of one rank are counted by one addition
-        key = owner[i] * a.token_tiles + part[i]
-        if owner[i] < 0:
-            key = Int32(-1)
-        same = Int32(cute.arch.match_sync(-1, key))
-        if key >= 0:
-            if (same & ((Int32(1) << lane) - 1)) == 0:
-                base = peer(a, owner[i]) + a.back_at
-                add(base, side * a.token_tiles + part[i], cute.arch.popc(same), "sys")
+    if not aborted(a):
+        for i in cutlass.range_constexpr(4):
+            key = owner[i] * a.token_tiles + part[i]
+            if owner[i] < 0:
+                key = Int32(-1)
+            same = Int32(cute.arch.match_sync(-1, key))
+            if key >= 0:
+                if (same & ((Int32(1) << lane) - 1)) == 0:
+                    base = peer(a, owner[i]) + a.back_at
+                    add(base, side * a.token_tiles + part[i], cute.arch.popc(same), "sys")
 
 
 @cute.jit

@@ -302,7 +302,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "expert": routes * 4,
             "weight": routes * 4,
             "index": routes * 4,
-            "send": routes * 4,
+            "send": routes * 8,
             "histogram": ceil_div(max(max_tokens, 1), TILE_ROWS) * shape.experts * 4,
             "row_shift": shape.experts * 4,
             "list_start": (shape.plan_parts * shape.experts + shape.ranks + 1) * 4,
