@@ -59,8 +59,7 @@ def pages() -> list[tuple[str, str, str]]:
     for title, uri, modules in groups():
         parts = [f"# {title}", ""]
         for module in modules:
-            parts += [f"## `{module}` {{ #{module} }}", ""]
-            parts += [f"::: {module}", "    options:", "      heading_level: 3", ""]
+            parts += [f"::: {module}", ""]
         out.append((title, uri, "\n".join(parts)))
     return out
 

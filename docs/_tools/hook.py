@@ -6,6 +6,7 @@ All of it can be had without mkdocs, too: `python -m docs._tools.render` (tutori
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from docs._tools import api, render, results  # the folder of the project is on the path only from here on
+from docs._tools import api, render, results, trouble  # the folder of the project is on the path only from here on
 
+_SKEW = re.compile(r"\{\{ *skew +(\S+) *\}\}")
 _FIGURE = re.compile(r"\{\{ *figure +(\d\d) *\}\}")
 _pages: list[render.Page] = []
 
@@ -71,6 +73,9 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     """Fill in recorded numbers and the list of tutorials."""
     if "{{ tutorials }}" in markdown:
         markdown = markdown.replace("{{ tutorials }}", _list(page.file.src_uri))
+    if "{{ skew " in markdown:
+        markdown = _SKEW.sub(lambda match: _skew(match.group(1)), markdown)
+    markdown = markdown.replace("{{ trouble }}", trouble.table())
     try:
         markdown = _FIGURE.sub(lambda match: _figure(match.group(1)), markdown)
         return results.fill(markdown)
@@ -88,6 +93,12 @@ def _figure(number: str) -> str:
     caption = block[block.index("<figcaption>") + 12 : block.index("</figcaption>")]
     link = f"tutorials/{page.name}.md"
     return f"[![{caption}](tutorials/{drawn[-1]})]({link})\n\n<small>{caption} From [tutorial {int(number)}]({link}).</small>"
+
+
+def _skew(name: str) -> str:
+    """The slider over a recorded skew sweep, with its data: a page opened from a file can't fetch any."""
+    data = json.dumps(results.find(results.load(name), "sweep", name))
+    return f'<div class="widget" data-widget="skew"><script type="application/json">{data}</script></div>'
 
 
 def _list(uri: str) -> str:
