@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_ref.runtime.callplan import CallPlan
 from moe_ref.runtime.machine import Machine, Noise
-from moe_ref.runtime.simulator import Interval
+from moe_ref.runtime.run import Interval
 from moe_ref.runtime.workload import Workload
 
 CHUNKS = 4

@@ -60,6 +60,10 @@ def describe(delivery: Delivery) -> str:
             return f"{what} of {s.rows} rows, rank {s.source} -> tile {s.row_tile} of rank {rank}, call {put.epoch}"
         place = f"tile {s.row_tile} of rank {s.owner} -> rank {rank}, column {put.column}"
         return f"{what} of results, {place}, call {put.epoch}"
+    if isinstance(message, Launch):
+        return f"rank {rank} launches call {message.epoch}"
+    if isinstance(message, Finish):
+        return f"rank {rank}, processor {message.processor}, ends a task"
     return f"rank {rank}: {message}"
 
 

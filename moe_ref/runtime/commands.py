@@ -1,4 +1,4 @@
-"""`moe-ref simulate` and `moe-ref trace`: the actor runtime from the command line.
+"""`moe-ref simulate` and `moe-ref trace`: the actor runtime from the command line (`protocol` has a file of its own).
 
 `--tokens` is per rank, as everywhere; times are microseconds of the simulated machine, not of this one.
 """
@@ -17,6 +17,7 @@ from rich.table import Table
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import UsageError
 from moe_ref.results import provenance, write_results
+from moe_ref.runtime import protocol_command
 from moe_ref.runtime.calibrate import calibrate
 from moe_ref.runtime.machine import PRESETS, Machine, Noise, machine
 from moe_ref.runtime.memory import paper_table, table_rows
@@ -188,7 +189,7 @@ def _memory_table(rows: list[dict[str, Any]], preset: Machine) -> Table:
 
 
 def _write_paper(folder: Path, preset: Machine, seed: int) -> None:
-    """figures.png, table.md, memory.md and results.json."""
+    """figures.png, table.md, memory.md and simulator_paper.json."""
     from moe_ref.runtime.figures import paper_figures
     from moe_ref.runtime.paper import comparison_table, memory_table, run_sweeps
 
@@ -200,8 +201,12 @@ def _write_paper(folder: Path, preset: Machine, seed: int) -> None:
     (folder / "table.md").write_text(comparison_table(sweeps))
     (folder / "memory.md").write_text(memory_table(sweeps))
     command = shlex.join(["moe-ref", *sys.argv[1:]])
-    write_results(folder / "results.json", provenance(command) | {"results": sweeps.to_dict()})
-    err.print(f"wrote {folder}/figures.png, table.md, memory.md, results.json", soft_wrap=True)
+    about = {
+        "title": "FlashMoE's figures from the simulator",
+        "description": f"Computed with the cost model of {preset.name}; nothing here was measured on that machine.",
+    }
+    write_results(folder / "simulator_paper.json", about | provenance(command) | sweeps.to_dict())
+    err.print(f"wrote figures.png, table.md, memory.md and simulator_paper.json in {folder}", soft_wrap=True)
 
 
 def trace(
@@ -228,6 +233,9 @@ def trace(
     launch_jitter: LaunchJitterOption = 0.0,
     straggler: StragglerOption = -1,
     slowdown: SlowdownOption = 2.0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Move real tensors too and compare the results with the reference layer.")
+    ] = False,
     names: Annotated[
         bool, typer.Option("--names", help="Also write metadata events that name the tracks in Perfetto.")
     ] = False,
@@ -244,13 +252,19 @@ def trace(
         raise UsageError(f"--model is {model!r}, expected one of {', '.join(MODELS)}")
     if calls < 1 or (processors is not None and processors < 1):
         raise UsageError("--calls and --processors must be at least 1")
+    error = None
     if model == "megakernel":
-        plans = [work.call(epoch) for epoch in range(calls)]
-        run = Simulator(plans, preset, work.experts, noise, processors=processors, record=True).run()
+        if check:
+            from moe_ref.runtime.numbers import check_against_reference
+
+            error, run = check_against_reference(work, preset, noise, calls, processors, dtype)
+        else:
+            plans = [work.call(epoch) for epoch in range(calls)]
+            run = Simulator(plans, preset, work.experts, noise, processors=processors, record=True).run()
         intervals, end = run.intervals, max(run.ends_us[-1])
     else:
-        if calls > 1 or processors is not None:
-            raise UsageError("--calls and --processors apply to --model megakernel only")
+        if calls > 1 or processors is not None or check:
+            raise UsageError("--calls, --processors and --check apply to --model megakernel only")
         result = compare(work, preset, (model,), noise, True)[model]
         intervals, end = result.intervals, result.latency_us
     events = write_trace(path, intervals, names, machine=preset.name, model=model, layer=_describe(work, preset))
@@ -262,8 +276,10 @@ def trace(
     tracks = len({(i.rank, i.actor) for i in intervals})
     if json_:
         report = {"out": str(path), "model": model, "events": events, "tracks": tracks, "end_us": end}
-        print_json(report)
+        print_json(report | ({"relative_error": error} if check else {}))
     else:
+        if error is not None:
+            out.print(f"relative error against the reference layer: {error:.3g}")
         out.print(
             f"wrote {path}: {events} events on {tracks} tracks, {end:.1f} us; open it in https://ui.perfetto.dev",
             soft_wrap=True,
@@ -274,3 +290,4 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("simulate")(simulate)
     app.command("trace")(trace)
+    protocol_command.register(app)

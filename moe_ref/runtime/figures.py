@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 
 from moe_ref.runtime.models import Result
 from moe_ref.runtime.paper import PAPER, Sweeps
-from moe_ref.runtime.simulator import Interval
+from moe_ref.runtime.run import Interval
 from moe_ref.runtime.trace import actor_key
 
 COLOURS = {

@@ -20,7 +20,8 @@ from moe_ref.errors import UsageError
 from moe_ref.runtime.callplan import CallPlan
 from moe_ref.runtime.chains import bulk, chunked
 from moe_ref.runtime.machine import Machine, Noise
-from moe_ref.runtime.simulator import Interval, Run, Simulator
+from moe_ref.runtime.run import Interval, Run
+from moe_ref.runtime.simulator import Simulator
 from moe_ref.runtime.workload import Workload
 
 MODELS = ("bulk", "chunked", "megakernel")

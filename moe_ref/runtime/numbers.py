@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_ref.combine import combine
+from moe_ref.config import MoEConfig
+from moe_ref.definition import relative_error
+from moe_ref.errors import CheckFailed
 from moe_ref.experts import ExpertWeights, gemm0, gemm1
 from moe_ref.gate import Routing, keep_within_capacity
 from moe_ref.layer import MoELayer
@@ -30,8 +33,10 @@ from moe_ref.runtime.callplan import CallPlan, RowTile, Segment, count_experts, 
 from moe_ref.runtime.encoding import side_of
 from moe_ref.runtime.machine import Machine, Noise
 from moe_ref.runtime.messages import CountsPut, Data, Put, RowsPut, destination
-from moe_ref.runtime.simulator import Run, Simulator
+from moe_ref.runtime.run import Run
+from moe_ref.runtime.simulator import Simulator
 from moe_ref.runtime.tasks import TileShape
+from moe_ref.runtime.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -184,3 +189,33 @@ def run_layer(
     simulator = Simulator(plans, machine, layer.config.experts, noise, data, processors, record)
     run = simulator.run()
     return data.y_SH, run
+
+
+@torch.no_grad()
+def check_against_reference(
+    work: Workload, preset: Machine, noise: Noise, calls: int, processors: int | None, dtype: str
+) -> tuple[float, Run]:
+    """Run a layer of this size with random weights and tokens; largest relative error against backend "ref".
+
+    Raises:
+        CheckFailed: the error exceeds a few roundings of the dtype.
+    """
+    config = MoEConfig(
+        work.hidden, work.intermediate, work.experts, work.top_k, gated=work.gated, layout=work.layout,
+        activation="silu" if work.gated else "relu", capacity_factor=work.capacity_factor, max_tokens=work.tokens,
+        tile_rows=work.tile_rows, dtype=dtype,
+    )  # fmt: skip
+    layer = MoELayer(config, world=work.ranks, seed=work.seed)
+    generator = torch.Generator().manual_seed(work.seed)
+    x = [
+        [torch.randn(work.tokens, work.hidden, generator=generator).to(config.torch_dtype) for _ in range(work.ranks)]
+        for _ in range(calls)
+    ]
+    planned = [plan_call(layer, tokens, tile_columns=work.tile_columns, epoch=e) for e, tokens in enumerate(x)]
+    ys, run = run_layer(layer, planned, preset, noise, processors, record=True)
+    errors = [
+        relative_error(torch.cat(mine), torch.cat(list(layer(tokens)))) for mine, tokens in zip(ys, x, strict=True)
+    ]
+    if not max(errors) <= (1e-6 if dtype == "float32" else 2e-2):
+        raise CheckFailed(f"the actors' result differs from the reference layer's by {max(errors):.3g} (relative)")
+    return max(errors), run

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_ref.runtime.machine import Machine
 from moe_ref.runtime.memory import paper_table, table_rows
-from moe_ref.runtime.models import MODELS, Result, compare
+from moe_ref.runtime.models import Result, compare
 from moe_ref.runtime.workload import Workload
 
 PAPER = {
@@ -69,6 +69,7 @@ class Sweeps:
 
         return {
             "machine": self.machine.name,
+            "comparison": comparison_rows(self),
             "paper": PAPER,
             "tokens": plain(self.tokens),
             "experts": plain(self.experts),
@@ -96,8 +97,8 @@ def _gain(results: dict[str, Result]) -> float:
     return results["bulk"].latency_us / results["megakernel"].latency_us
 
 
-def comparison_table(sweeps: Sweeps) -> str:
-    """Markdown: one row per figure of the paper with what the simulator gives and, where it differs, why."""
+def comparison_rows(sweeps: Sweeps) -> list[dict[str, str]]:
+    """One row per figure of the paper: what it says, what the simulator gives and, where it differs, why."""
     at8, theirs = sweeps.gpus[8], sweeps.theirs
     ours = at8["megakernel"]
     fixed = [row for row in sweeps.memory if row["layout"] == "fixed"]
@@ -165,8 +166,13 @@ def comparison_table(sweeps: Sweeps) -> str:
             f"{max(r['touched_bytes'] for r in compact) / sweeps.machine.memory_bytes:.2%}.",
         ),
     ]
+    return [dict(zip(("figure", "paper", "simulator", "difference"), row, strict=True)) for row in rows]
+
+
+def comparison_table(sweeps: Sweeps) -> str:
+    """The rows of `comparison_rows` as markdown."""
     lines = ["| figure | FlashMoE (8 x H100, fp32) | simulator | where it differs, why |", "|---|---|---|---|"]
-    lines += [f"| {a} | {b} | {c} | {d} |" for a, b, c, d in rows]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in comparison_rows(sweeps)]
     return "\n".join(lines) + "\n"
 
 
@@ -187,6 +193,3 @@ def memory_table(sweeps: Sweeps) -> str:
             f"{c['allocated_bytes'] / 1e6:.1f} | {c['share']:.2%} | {c['touched_bytes'] / 1e6:.1f} |"
         )
     return "\n".join(lines) + "\n"
-
-
-__all__ = ["BASE", "MODELS", "PAPER", "Sweeps", "comparison_table", "implied_tile_rate", "memory_table", "run_sweeps"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from moe_ref.errors import CheckFailed
 from moe_ref.runtime import encoding as enc
-from moe_ref.runtime.simulator import Interval
+from moe_ref.runtime.run import Interval
 
 _ORDER = ("gate", "subscriber", "scheduler", "copy", "link", "network card", "compute stream", "communication stream")
 """Actors of a rank that are one each, from the top; processors follow."""

@@ -124,9 +124,10 @@ def test_the_papers_figures(capsys, tmp_path):
     ):
         assert figure in table
     assert (tmp_path / "memory.md").read_text().count("\n") == 2 + 30
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "simulator_paper.json").read_text())
     assert set(PROVENANCE_KEYS) < set(results)
-    at_8 = results["results"]["gpus"]["8"]
+    assert {"figure", "paper", "simulator", "difference"} == set(results["comparison"][0])
+    at_8 = results["gpus"]["8"]
     assert set(at_8["megakernel"]) == KEYS
 
 
@@ -153,6 +154,11 @@ def test_the_papers_figures(capsys, tmp_path):
         (["trace", "--out", "t.json", "--calls", "0"], "at least 1"),
         (["trace", "--out", "t.json", "--model", "bulk", "--calls", "2"], "megakernel only"),
         (["trace"], "--out"),
+        (["trace", "--out", "t.json", "--model", "chunked", "--check"], "megakernel only"),
+        (["protocol", "--break", "all"], "--break is 'all'"),
+        (["protocol", "--case", "big"], "case 'big' is not known"),
+        (["protocol", "--layout", "big"], "layout is 'big'"),
+        (["protocol", "--processors", "0"], "at least 1"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_two(capsys, arguments, message):
@@ -161,3 +167,32 @@ def test_wrong_use_is_one_line_and_exit_code_two(capsys, arguments, message):
     assert out == ""
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_trace_can_check_its_numbers(capsys, tmp_path):
+    path = str(tmp_path / "trace.json")
+    sizes = ["--tokens", "40", "--experts", "4", "--hidden", "64", "--intermediate", "48"]
+    for more in (["--gated", "--calls", "2"], ["--layout", "fixed", "--capacity-factor", "0.8", "--ranks", "1"]):
+        code, out, _ = _run(capsys, "trace", "--out", path, *sizes, "--dtype", "float32", "--check", "--json", *more)
+        assert code == 0
+        assert json.loads(out)["relative_error"] <= 1e-6
+
+
+def test_protocol_finds_bugs_and_finds_none_where_there_are_none(capsys):
+    code, out, _ = _run(capsys, "protocol", "--case", "full", "--random", "20", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["complete"]
+    assert report["states"] >= 100_000
+    assert report["violation"] is None
+    assert report["random_orders_failed"] == 0
+    code, out, err = _run(capsys, "protocol", "--break", "one-side", "--random", "0")
+    assert code == 1
+    assert "payload of counts" in out
+    assert "overwritten" in err
+    code, out, _ = _run(capsys, "protocol", "--break", "total-too-large", "--layout", "fixed", "--json")
+    assert code == 1
+    assert json.loads(out)["random_orders_failed"] == 200
+    code, _, err = _run(capsys, "protocol", "--limit", "50", "--random", "0")
+    assert code == 0
+    assert "raise --limit" in err
