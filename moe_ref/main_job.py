@@ -150,10 +150,19 @@ def _bytes(y_SH: Tensor) -> bytes:
     return y_SH.float().cpu().numpy().astype("<f4").tobytes()
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """Differences from the float64 definition, one entry per piece of tokens: largest, and squared norms."""
+
+    largest: list[float]
+    difference: list[float]
+    norm: list[float]
+
+
 def _deviation(
     config: MoEConfig, state: dict[str, Tensor], x_SH: list[Tensor], y_SH: list[Tensor], stats: LayerStats
-) -> tuple[float, float, float]:
-    """Largest absolute difference from the float64 definition, and the squared norms of difference and definition.
+) -> Deviation:
+    """How far this process' results are from the definition.
 
     The definition gets the weights and inputs as the layer holds them (rounded to its dtype) and the layer's routing.
     """
@@ -161,17 +170,17 @@ def _deviation(
     # In two steps: rounded to the layer's dtype first, exact after.
     up, down = (state[name].to(device, config.torch_dtype).double() for name in ("gate_up_proj", "down_proj"))
     assert stats.record.routing is not None
-    largest, difference, norm = 0.0, 0.0, 0.0
+    found = Deviation([], [], [])
     for x, y, routing in zip(x_SH, y_SH, stats.record.routing, strict=True):
         for first in range(0, x.shape[0], CHECK_TOKENS):
             part = slice(first, first + CHECK_TOKENS)
             chosen = Routing(routing.expert_SK[part], routing.weight_SK[part])
             exact_SH = definition(x[part].double(), chosen, config, up, down)
             error_SH = y[part].double() - exact_SH
-            largest = max(largest, float(error_SH.abs().max()))
-            difference += float(error_SH.square().sum())
-            norm += float(exact_SH.square().sum())
-    return largest, difference, norm
+            found.largest.append(float(error_SH.abs().max()))
+            found.difference.append(float(error_SH.square().sum()))
+            found.norm.append(float(exact_SH.square().sum()))
+    return found
 
 
 def _gather(world: World, value: Any) -> list[Any]:
@@ -185,7 +194,9 @@ def _gather(world: World, value: Any) -> list[Any]:
 
 def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], notes: tuple[str | None, ...]) -> Report:
     times, stages, errors, outputs = zip(*everyone, strict=True)
-    difference, norm = sum(e[1] for e in errors), sum(e[2] for e in errors)
+    # fsum is exact, so that the result does not depend on which process held which tokens.
+    difference = math.fsum(value for e in errors for value in e.difference)
+    norm = math.fsum(value for e in errors for value in e.norm)
     digest = hashlib.sha256()
     for data in outputs:
         for part in data:
@@ -215,7 +226,7 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
         "bytes_local": stats.bytes_local,
         "bytes_remote": stats.bytes_remote,
         "dropped": stats.dropped,
-        "max_abs_error": max(e[0] for e in errors),
+        "max_abs_error": max((value for e in errors for value in e.largest), default=0.0),
         "relative_error": math.sqrt(difference / norm) if norm else math.sqrt(difference),
         "output_sha256": digest.hexdigest(),
         "seconds": max(times),

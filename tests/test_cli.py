@@ -11,6 +11,9 @@ import pytest
 from moe_ref import cli
 from moe_ref.errors import CheckFailed
 
+# Small products: a second thread costs more than it gives, above all on a busy machine.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BAD = [
     ("run --ranks 0", "0 ranks", "at least 1"),
     ("run --ranks -3", "-3 ranks", "at least 1"),

@@ -15,6 +15,9 @@ from moe_ref.main_job import Job, Report, run_job
 from moe_ref.report import BUSIEST, amount, bar, plot_report, print_report
 from moe_ref.world import SimulatedWorld
 
+# Small products: a second thread costs more than it gives, above all on a busy machine.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def report() -> Report:

@@ -17,6 +17,9 @@ from moe_ref.errors import UsageError
 from moe_ref.train.checkpoint import FORMAT, METADATA_KEY, load_checkpoint, save_checkpoint, tiny_moe
 from moe_ref.train.model import ByteMoE, ByteMoEConfig, hidden_states, moe_layer
 
+# Small products: a second thread costs more than it gives, above all on a busy machine.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ByteMoEConfig(MoEConfig(hidden=32, intermediate=16, experts=8, top_k=2), context=32)
 SHIPPED = Path(text.__file__).parent / "assets" / "tiny_moe.safetensors"
 

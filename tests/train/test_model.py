@@ -12,6 +12,9 @@ from moe_ref import MoEConfig, text
 from moe_ref.layer import MoELayer
 from moe_ref.train.model import ByteMoE, ByteMoEConfig, hidden_states, moe_layer, norm, rotate
 
+# Small products: a second thread costs more than it gives, above all on a busy machine.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ByteMoEConfig(MoEConfig(hidden=32, intermediate=16, experts=8, top_k=2), moe_blocks=(1, 2), context=32)
 
 
@@ -101,7 +104,7 @@ def test_hidden_states_are_what_the_layer_is_given(moe_index: int, block: int) -
     torch.testing.assert_close(hidden_states(model, data, 96, moe_index), seen[0].flatten(0, 1), rtol=1e-5, atol=1e-6)
 
 
-def test_bits_of_hidden_states_do_not_depend_on_how_much_text_follows(one_thread) -> None:
+def test_bits_of_hidden_states_do_not_depend_on_how_much_text_follows() -> None:
     model, data = small_model(), text.excerpt()
     long = hidden_states(model, data, 3000)
     assert torch.equal(long, hidden_states(model, data, 3000))

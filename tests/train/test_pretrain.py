@@ -13,6 +13,9 @@ from moe_ref.errors import UsageError
 from moe_ref.train.model import ByteMoEConfig
 from moe_ref.train.pretrain import Corpus, Recipe, draw_batch, evaluate, report, train
 
+# Small products: a second thread costs more than it gives, above all on a busy machine.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ByteMoEConfig(
     MoEConfig(hidden=32, intermediate=16, experts=8, top_k=2),
     blocks=2,
@@ -69,7 +72,7 @@ def test_it_learns(corpora: list[Corpus], tmp_path: Path) -> None:
     assert sum(held_out["expert_load"][0]) == 128 * 32 * 2
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(corpora: list[Corpus], tmp_path: Path, one_thread) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(corpora: list[Corpus], tmp_path: Path) -> None:
     whole, _ = train(SMALL, RECIPE, corpora, tmp_path / "whole.safetensors", every=4)
     again, _ = train(SMALL, RECIPE, corpora, tmp_path / "again.safetensors", every=4)
 
