@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-err = Console(stderr=True)
+err = Console(stderr=True, force_jupyter=False)
 """Progress, warnings and errors."""
 
-out = Console()
+out = Console(force_jupyter=False)
 """Human-readable reports (never used together with --json)."""
 
 

@@ -190,7 +190,9 @@ def _outputs(cell, prefix: str, caption: str) -> tuple[list[str], dict[str, byte
 
     for output in cell.outputs:
         if output.output_type == "stream":
-            text += output.text
+            # Progress and notes of the library go to stderr; a warning is worth a reader's attention.
+            if output.name == "stdout" or "Warning" in output.text:
+                text += output.text
             continue
         data = output.data
         if "image/png" in data:
