@@ -150,12 +150,25 @@ def models_figure(path: Path, results: dict[str, Result], sms: int, title: str) 
 def paper_figures(path: Path, sweeps: Sweeps) -> None:
     """The paper's figures from the simulator, eight panels; published values as grey marks where there are any."""
     figure, panels = plt.subplots(2, 4, figsize=(17, 8))
+    work = sweeps.work
     _lines(
-        panels[0, 0], sweeps.tokens, "latency_us", 1e-3, "latency against tokens (8 GPUs, E = 128)", "tokens per GPU"
+        panels[0, 0],
+        sweeps.tokens,
+        "latency_us",
+        1e-3,
+        f"latency against tokens (8 GPUs, E = {work.experts})",
+        "tokens per GPU",
     )
     panels[0, 0].set_ylabel("ms")
-    _lines(panels[0, 1], sweeps.experts, "latency_us", 1e-3, "latency against experts (8 GPUs, S = 16384)", "experts")
-    _lines(panels[0, 2], sweeps.gpus, "tokens_per_s", 1e-6, "throughput against GPUs (S = 16384)", "GPUs")
+    _lines(
+        panels[0, 1],
+        sweeps.experts,
+        "latency_us",
+        1e-3,
+        f"latency against experts (8 GPUs, S = {work.tokens})",
+        "experts",
+    )
+    _lines(panels[0, 2], sweeps.gpus, "tokens_per_s", 1e-6, f"throughput against GPUs (S = {work.tokens})", "GPUs")
     panels[0, 2].set_ylabel("MTokens/s")
     panels[0, 2].plot([8], [PAPER["tokens_per_s_8_gpus"] / 1e6], "x", color="grey", ms=9, label="FlashMoE, published")
     panels[0, 2].plot([8], [sweeps.theirs.tokens_per_s / 1e6], "+", color="#0072B2", ms=11, label="at their tile rate")

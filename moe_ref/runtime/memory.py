@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ def _storage(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.empty(tuple(shape), dtype=dtype).untyped_storage().nbytes()
 
 
-def paper_table(ranks: int = 8) -> list[HeapBytes]:
+@cache
+def paper_table(ranks: int = 8) -> tuple[HeapBytes, ...]:
     """The paper's layer (H = D = 2048, K = 2): fixed layout with capacity factor 1.0, compact without drops."""
     out = []
     for dtype in ("float32", "bfloat16"):
@@ -102,7 +104,7 @@ def paper_table(ranks: int = 8) -> list[HeapBytes]:
                 )
                 out.append(heap_bytes(base.replace(layout="fixed", capacity_factor=1.0), ranks))
                 out.append(heap_bytes(base, ranks))
-    return out
+    return tuple(out)
 
 
 def table_rows(entries: Sequence[HeapBytes], memory_bytes: float) -> list[dict[str, Any]]:
