@@ -39,8 +39,8 @@ class World(ABC):
         Args:
             rows: for each local rank p its rows [N_p, H], sorted by destination rank.
             sizes_PG: rows from rank p to rank g, int64 [P, P]; row p sums to N_p.
-            anchor: any tensor that requires grad: keeps the exchange in the graph, so that all ranks take part in its
-                backward even where their own rows need no gradient.
+            anchor: a tensor that requires grad keeps the exchange in the graph, so that all ranks take part in its
+                backward even where nothing of their own needs a gradient.
 
         Returns:
             For each local rank the rows it received, in order of source rank.
@@ -105,6 +105,8 @@ class DistributedWorld(World):
             )
         self.group = group
         self.num_ranks = dist.get_world_size(group)
+        if self.num_ranks < 1:
+            raise UsageError("this process is not a member of the process group; build the world on its members only")
         self.local_ranks = (dist.get_rank(group),)
 
     @classmethod
@@ -160,6 +162,12 @@ class DistributedWorld(World):
         return f"DistributedWorld(rank={self.rank}, ranks={self.num_ranks}, backend={dist.get_backend(self.group)!r})"
 
 
+def all_gather(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill `everyone` with all ranks' `mine`, in rank order; torch 2.13 gave the call another name."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(everyone, mine, group=group)
+
+
 class _AllToAll(torch.autograd.Function):
     """all_to_all_single whose backward is the opposite all_to_all_single."""
 
@@ -170,7 +178,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None, None
+        # apply, not the bare exchange: so that a second derivative can be taken
+        return _AllToAll.apply(grads[0], None, ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
 def _all_to_all(rows_NH: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:

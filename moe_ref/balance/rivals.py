@@ -158,12 +158,15 @@ def flexmoe_style(counts_TPE: np.ndarray, planned_E: np.ndarray, replicas: int) 
     return _even_split(counts_TPE, best)
 
 
+def eplb_placement(planned_E: np.ndarray, num_ranks: int, slots: int) -> Placement:
+    """Placement of the EPLB-style rival: greedy replica counts, sorted packing."""
+    return _pack(greedy_replica_counts(planned_E, num_ranks * slots, num_ranks), planned_E, num_ranks, slots)
+
+
 def eplb_style(counts_TPE: np.ndarray, planned_E: np.ndarray, replicas: int) -> np.ndarray:
     """Greedy replica counts, sorted packing, rows of an expert split evenly over its replicas."""
     _, num_ranks, experts = counts_TPE.shape
-    slots = _slots(experts, num_ranks, replicas)
-    counts = greedy_replica_counts(planned_E, num_ranks * slots, num_ranks)
-    return _even_split(counts_TPE, _pack(counts, planned_E, num_ranks, slots))
+    return _even_split(counts_TPE, eplb_placement(planned_E, num_ranks, _slots(experts, num_ranks, replicas)))
 
 
 def lplb_style(counts_TPE: np.ndarray, planned_E: np.ndarray, replicas: int) -> np.ndarray:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ref.train.buckets import Bucket
-from moe_ref.world import DistributedWorld, World
+from moe_ref.world import DistributedWorld, World, all_gather
 
 Messages = dict[int, list[Tensor]]
 """Per neighbour the tensors to send or to fill, contiguous, in the global order of buckets."""
@@ -132,7 +132,7 @@ def sum_everywhere(world: World, value: float, device: torch.device) -> float:
         return value
     mine = torch.tensor([value], dtype=torch.float64, device=device)
     everyone = mine.new_empty(world.num_ranks)
-    dist.all_gather_into_tensor(everyone, mine, group=world.group)
+    all_gather(everyone, mine, world.group)
     return sum(everyone.tolist())
 
 

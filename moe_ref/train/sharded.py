@@ -94,10 +94,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
         UsageError: there is none, or it is not of this format.
     """
     latest = _read_json(folder / LATEST, "start without --resume")
-    meta = _read_json(folder / str(latest.get("folder")) / META, "the checkpoint is incomplete")
+    name = str(latest.get("folder"))
+    if Path(name).name != name:
+        raise UsageError(f"{folder / LATEST} names the folder {name!r}, expected one inside {folder}")
+    meta = _read_json(folder / name / META, "the checkpoint is incomplete")
     if meta.get("format") != FORMAT:
         raise UsageError(f"{folder} has the format {meta.get('format')!r}, expected {FORMAT!r}")
-    return {**meta, "path": str(folder / str(latest["folder"]))}
+    return {**meta, "path": str(folder / name)}
 
 
 def saved_placements(meta: Mapping[str, Any]) -> dict[str, Placement]:

@@ -1,0 +1,190 @@
+"""The command `train`: a byte-level MoE model on real text, on P processes, with replicas and token scheduling."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import typer
+from rich.table import Table
+
+from moe_ref.console import out, print_json, rank_from_environment
+from moe_ref.errors import UsageError
+from moe_ref.report import check_plot_path
+from moe_ref.text import BUILT_IN
+from moe_ref.train.balancing import MODES, check_sizes
+from moe_ref.train.compare import compare, plot_comparison, print_comparison
+from moe_ref.train.job import TrainJob, train
+from moe_ref.train.launch import launch, naming_lost_ranks
+from moe_ref.train.loads import write_loads
+from moe_ref.train.summary import plot_run, summary
+from moe_ref.world import DistributedWorld, world_for
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("train")(train_command)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job and what to do with its outcome; plain values, so that it can be handed to other processes.
+
+    Attributes:
+        modes: balancing modes to compare, empty for one run. machine: of the cost model.
+    """
+
+    job: TrainJob
+    modes: tuple[str, ...] = ()
+    machine: str = "h100-8"
+    record: str | None = None
+    plot: str | None = None
+    as_json: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the inverse of `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Task:
+        """Task from plain values."""
+        return cls(**{**values, "job": TrainJob(**values["job"]), "modes": tuple(values["modes"])})
+
+
+_JOB = {f.name: f.default for f in fields(TrainJob)}
+
+
+def train_command(
+    ranks: int | None = typer.Option(None, help="Processes to start here (default 4); under torchrun its world size."),
+    steps: int = typer.Option(_JOB["steps"], help="Optimiser steps in all."),
+    sequences: int = typer.Option(_JOB["sequences"], help="Sequences of a global batch, dealt out to the ranks."),
+    context: int = typer.Option(_JOB["context"], help="Bytes of a sequence; a byte is a token."),
+    micro_batches: int = typer.Option(_JOB["micro_batches"], help="Parts of a batch whose gradients accumulate."),
+    hidden: int = typer.Option(_JOB["hidden"], help="Width of the model."),
+    intermediate: int = typer.Option(_JOB["intermediate"], help="Width of an expert."),
+    experts: int = typer.Option(_JOB["experts"], help="Experts of each MoE layer."),
+    top_k: int = typer.Option(_JOB["top_k"], help="Experts per token."),
+    blocks: int = typer.Option(_JOB["blocks"], help="Blocks of the model; all but the first have an MoE."),
+    replicas: int = typer.Option(_JOB["replicas"], help="Replicas of every expert."),
+    balancing: str = typer.Option(_JOB["balancing"], help=f"One of {', '.join(MODES)}."),
+    group_size: int | None = typer.Option(None, help="Ranks of a scheduling group (default: all)."),
+    interval: int = typer.Option(_JOB["interval"], help="Steps between the placement manager's checks; 0: no manager."),
+    always: bool = typer.Option(False, "--always", help="Re-place at every check, whether it pays or not."),
+    learning_rate: float = typer.Option(_JOB["learning_rate"], help="After warm-up, before the decay."),
+    clip: float = typer.Option(_JOB["clip"], help="Largest norm of the gradient; every expert counts once."),
+    sharded: bool = typer.Option(False, "--sharded", help="Divide optimiser states inside replica sets (ZeRO-1)."),
+    recompute: bool = typer.Option(False, "--recompute", help="Recompute activations in the backward."),
+    text: str = typer.Option(_JOB["text"], help=f"Text to train on: {', '.join(BUILT_IN)}, or a file."),
+    seed: int = typer.Option(0, help="Of weights and batches."),
+    folder: Path | None = typer.Option(None, help="Where checkpoints go; none are written without it."),
+    every: int = typer.Option(_JOB["every"], help="Steps between checkpoints."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the latest checkpoint, on any number of ranks."),
+    timeout: float = typer.Option(_JOB["timeout_s"], help="Seconds that a rank waits for another before it gives up."),
+    record: Path | None = typer.Option(None, help="Write loads per layer and step here (npz, for balance --loads)."),
+    compare_: str | None = typer.Option(
+        None, "--compare", help=f"Run several ways of balancing one after another, such as {','.join(MODES)}."
+    ),
+    machine: str = typer.Option("h100-8", help="Machine whose step times are modelled in a comparison."),
+    plot: Path | None = typer.Option(None, help="Also draw the report into this file (png, svg, pdf)."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as one JSON object on one line."),
+) -> None:
+    """Train a small MoE language model on real text, on several processes.
+
+    max_over_mean is the load of the busiest rank over the mean, averaged over steps and layers: as it ran (scheduled),
+    and as the same batches would have run under plain expert parallelism with the same memory (plain).
+    """
+    job = TrainJob(
+        steps, sequences, context, micro_batches, hidden, intermediate, experts, top_k, blocks, replicas, balancing,
+        group_size, interval, always, learning_rate, clip, seed=seed, text=text, sharded=sharded, recompute=recompute,
+        folder=None if folder is None else str(folder), every=every, resume=resume, timeout_s=timeout,
+    )  # fmt: skip
+    modes = () if compare_ is None else tuple(mode.strip() for mode in compare_.split(","))
+    task = Task(
+        job, modes, machine, None if record is None else str(record), None if plot is None else str(plot), as_json
+    )
+    launched = "WORLD_SIZE" in os.environ
+    count = int(os.environ["WORLD_SIZE"]) if launched else (4 if ranks is None else ranks)
+    _check(task, count)
+    if launched or count == 1:
+        if launched and ranks not in (None, count):
+            raise UsageError(f"--ranks is {ranks}, but torchrun started {count} processes; leave --ranks out")
+        run_here(task)
+        return
+    code = launch(task.to_dict(), count)
+    if code:
+        raise typer.Exit(code)
+
+
+def _check(task: Task, ranks: int) -> None:
+    """What can be refused before any process is started."""
+    job = task.job
+    if ranks < 1:
+        raise UsageError(f"--ranks is {ranks}, expected at least 1")
+    for mode in task.modes or (job.balancing,):
+        check_sizes(mode, ranks, job.experts, job.replicas)
+    if len(set(task.modes)) != len(task.modes):
+        raise UsageError(f"--compare names a mode twice: {', '.join(task.modes)}")
+    if task.modes and (job.folder or task.record):
+        raise UsageError("--compare runs several times; leave out --folder, --resume and --record")
+    if job.group_size is not None and (job.group_size < 1 or ranks % job.group_size):
+        raise UsageError(f"--group-size is {job.group_size}, expected a divisor of {ranks} ranks")
+    job.model  # noqa: B018 (raises if the sizes make no model)
+    if task.plot is not None:
+        check_plot_path(Path(task.plot))
+    if task.record is not None and Path(task.record).suffix != ".npz":
+        raise UsageError(f"--record is {task.record}, expected a file that ends in .npz")
+
+
+def run_here(task: Task) -> None:
+    """Run a task as one rank of the world that the environment describes; rank 0 reports.
+
+    Raises:
+        CheckFailed: another rank is lost, or the numbers are not finite; UsageError: see `train`.
+    """
+    if "WORLD_SIZE" in os.environ:
+        DistributedWorld.from_environment(task.job.timeout_s)
+    world, device = world_for(None, default=1)
+    try:
+        with naming_lost_ranks(world, "training"):
+            if task.modes:
+                values = compare(task.job, task.modes, task.machine, world, device)
+            else:
+                outcome, _ = train(task.job, world, device)
+                values = summary(task.job, outcome, world)
+    finally:
+        # After an error the others may be gone: leaving must not wait for them.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank_from_environment() != 0:
+        return
+    if task.record is not None:
+        write_loads(Path(task.record), task.job, outcome)
+    if task.plot is not None:
+        (plot_comparison if task.modes else plot_run)(values, Path(task.plot))
+    if task.as_json:
+        print_json(values)
+    elif task.modes:
+        print_comparison(values, out)
+    else:
+        _print(values)
+
+
+def _print(values: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False, title="Training", title_justify="left", title_style="bold")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in values.items():
+        if isinstance(value, float):
+            table.add_row(name, f"{value:.4g}")
+        elif isinstance(value, (int, str)):
+            table.add_row(name, str(value))
+    out.print(table)
+    stages = Table(box=None, pad_edge=False, title="Seconds per step", title_justify="left", title_style="bold")
+    stages.add_column("stage")
+    stages.add_column("seconds", justify="right")
+    for name, seconds in values["stage_seconds_per_step"].items():
+        stages.add_row(name, f"{seconds:.4f}")
+    out.print(stages)

@@ -1,0 +1,313 @@
+"""The training loop, as an example to copy: a byte-level MoE model on P ranks, with replicas and token scheduling.
+
+    model, wrapped for replicas -> per step: micro-batches, backward, synchronise, clip, optimiser step
+                                -> watch the loads, re-place if the manager says so, write a checkpoint now and then
+
+Batches are a function of (seed, step) and of nothing else: however many ranks there are, the global batch is the same,
+and its sequences are dealt out to them. So a run can go on from a checkpoint with another number of ranks.
+
+Letters: P ranks, E experts, L MoE layers, T steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ref import text
+from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
+from moe_ref.stats import LayerStats
+from moe_ref.train import sharded
+from moe_ref.train.balancing import check_sizes, make_placement, make_planner, plain_ratio
+from moe_ref.train.exchange import sum_everywhere
+from moe_ref.train.managers import Managers
+from moe_ref.train.model import ByteMoE, ByteMoEConfig
+from moe_ref.train.optimizer import ReplicaOptimizer
+from moe_ref.train.pretrain import Corpus, Recipe, draw_batch
+from moe_ref.train.progress import bar
+from moe_ref.train.recompute import recompute
+from moe_ref.train.replicated import Replicated
+from moe_ref.world import SimulatedWorld, World
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything that fixes a run, the number of ranks apart.
+
+    Attributes:
+        steps: optimiser steps in all. sequences: of a global batch. context: bytes of a sequence.
+        micro_batches: parts of a global batch whose gradients accumulate.
+        hidden, intermediate, experts, top_k, blocks: of the model; every block but the first has an MoE.
+        replicas: d, of every expert. balancing: one of moe_ref.train.balancing.MODES.
+        group_size: ranks of a scheduling group, or None for all.
+        interval: steps between the manager's checks, 0 for no manager. always: move at every check.
+        learning_rate, clip, balance, z: of Recipe. seed: of weights and batches. text: built-in name, or a file.
+        sharded: ZeRO-1 inside replica sets. recompute: activations of each block are made again in the backward.
+        folder: of checkpoints, or None. every: steps between checkpoints. resume: go on from the latest.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    steps: int = 60
+    sequences: int = 16
+    context: int = 128
+    micro_batches: int = 1
+    hidden: int = 64
+    intermediate: int = 64
+    experts: int = 16
+    top_k: int = 2
+    blocks: int = 3
+    replicas: int = 2
+    balancing: str = "scheduled"
+    group_size: int | None = None
+    interval: int = 20
+    always: bool = False
+    learning_rate: float = 6e-3
+    clip: float = 1.0
+    balance: float = 2e-3
+    z: float = 1e-4
+    seed: int = 0
+    text: str = "prose"
+    sharded: bool = False
+    recompute: bool = False
+    folder: str | None = None
+    every: int = 20
+    resume: bool = False
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("steps", 1), ("sequences", 1), ("context", 1), ("micro_batches", 1), ("blocks", 2),
+                          ("every", 1), ("interval", 0), ("seed", 0)):  # fmt: skip
+            if getattr(self, name) < low:
+                raise UsageError(f"{name} is {getattr(self, name)}, expected at least {low}")
+        if self.micro_batches > self.sequences:
+            raise UsageError(f"micro_batches is {self.micro_batches}, expected at most the {self.sequences} sequences")
+        if not self.learning_rate > 0 or not self.clip > 0 or not self.timeout_s > 0:
+            raise UsageError("learning_rate, clip and timeout_s must be positive numbers")
+        if self.resume and self.folder is None:
+            raise UsageError("resume needs the folder of the checkpoints")
+
+    @property
+    def model(self) -> ByteMoEConfig:
+        """Config of the model."""
+        moe = MoEConfig(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            experts=self.experts,
+            top_k=self.top_k,
+            max_tokens=self.sequences * self.context,
+        )
+        return ByteMoEConfig(
+            moe,
+            self.blocks,
+            tuple(range(1, self.blocks)),
+            heads=4,
+            dense_intermediate=2 * self.hidden,
+            context=self.context,
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """Schedule of learning rates, and what draws batches."""
+        return Recipe(
+            steps=self.steps,
+            batch=self.sequences,
+            learning_rate=self.learning_rate,
+            warm_up=min(10, self.steps),
+            balance=self.balance,
+            z=self.z,
+            clip=self.clip,
+            seed=self.seed,
+        )
+
+
+@dataclass
+class Outcome:
+    """What a run did; the same on every rank.
+
+    Attributes:
+        first_step: 0, or where it went on.
+        losses: cross entropy of the global batch in bits per byte, per step, auxiliary losses apart.
+        load_TLE: rows per expert, int64. counts_TLPE: the same per source rank.
+        scheduled_TL, plain_TL: maximum over mean rows of a rank, as it ran, and under plain expert parallelism.
+        stage_seconds: per stage, summed over steps and layers, of the slowest rank. sync_seconds: likewise.
+        moves, moved_bytes: experts re-placed. decisions: the managers' log.
+        seconds: of the loop.
+    """
+
+    first_step: int = 0
+    losses: list[float] = field(default_factory=list)
+    load_TLE: list[np.ndarray] = field(default_factory=list)
+    counts_TLPE: list[np.ndarray] = field(default_factory=list)
+    scheduled_TL: list[list[float]] = field(default_factory=list)
+    plain_TL: list[list[float]] = field(default_factory=list)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    sync_seconds: float = 0.0
+    moves: int = 0
+    moved_bytes: int = 0
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tuple[Outcome, Replicated]:
+    """Train; every rank of the world calls it with the same job.
+
+    Raises:
+        UsageError: sizes that don't fit the ranks, a text that can't be had, a checkpoint that can't be used.
+        RuntimeError: a loss that is not finite; another rank that is lost (see moe_ref.train.launch.WorkerLost).
+    """
+    check_sizes(job.balancing, world.num_ranks, job.experts, job.replicas)
+    torch.manual_seed(job.seed)
+    model = ByteMoE(job.model).to(device)
+    corpora = [_corpus(job)]
+    meta = sharded.read_meta(Path(str(job.folder))) if job.resume else None
+    training = Replicated(
+        model,
+        _placements(job, world, model, meta),
+        world,
+        sharded=job.sharded,
+    )
+    for layer in training.layers.values():
+        layer.planner = make_planner(job.balancing, world.num_ranks, job.replicas, job.group_size)
+    optimizer = ReplicaOptimizer(
+        training, torch.optim.AdamW, lr=job.learning_rate, betas=(0.9, 0.95), weight_decay=job.recipe.weight_decay
+    )
+    outcome = Outcome()
+    if meta is not None:
+        _check_same_run(job, meta)
+        outcome.first_step = int(sharded.load(Path(str(job.folder)), optimizer)["step"])
+    managers = Managers(job, optimizer)
+    start = time.perf_counter()
+    with bar(outcome.first_step, job.steps) as show:
+        for step in range(outcome.first_step, job.steps):
+            loss, records = _step(job, training, optimizer, corpora, step, device)
+            outcome.losses.append(loss)
+            _note_loads(outcome, records, job.replicas)
+            managers.observe(step, outcome)
+            ratio = float(np.mean(outcome.scheduled_TL[-1]))
+            plain = float(np.mean(outcome.plain_TL[-1]))
+            show(step + 1, f"{loss:.3f} bits per byte, busiest rank {ratio:.3f} of the mean (plain {plain:.2f})")
+            if job.folder is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
+                sharded.save(Path(job.folder), step + 1, optimizer, {"job": asdict(job)})
+    outcome.seconds = time.perf_counter() - start
+    outcome.sync_seconds = training.sync_seconds
+    return outcome, training
+
+
+def _step(
+    job: TrainJob,
+    training: Replicated,
+    optimizer: ReplicaOptimizer,
+    corpora: list[Corpus],
+    step: int,
+    device: torch.device | str,
+) -> tuple[float, list[list[LayerStats]]]:
+    """One optimiser step; returns the global loss in bits per byte and the statistics per micro-batch and layer."""
+    world = training.world
+    batch_BL = draw_batch(corpora, job.recipe, job.context, step)
+    tokens = batch_BL[:, 1:].numel()
+    for group in optimizer.inner.param_groups:
+        group["lr"] = job.recipe.rate(step)
+    nats, all_stats = 0.0, []
+    for micro_BL in batch_BL.chunk(job.micro_batches):
+        mine_BL = _own_sequences(micro_BL, world).to(device)
+        logits, stats = recompute(training, mine_BL[:, :-1]) if job.recompute else training(mine_BL[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), mine_BL[:, 1:].flatten(), reduction="sum")
+        nats += float(loss.detach())
+        for layer_stats in stats:
+            # Means over this rank's tokens; weighted by them, the sum over ranks is that of the whole batch.
+            weight = mine_BL[:, 1:].numel()
+            loss = loss + weight * (job.balance * layer_stats.balance_loss + job.z * layer_stats.z_loss)
+        loss.backward()
+        all_stats.append(stats)
+    training.synchronize(denominator=tokens)
+    training.clip(job.clip)
+    optimizer.step()
+    mean = sum_everywhere(world, nats, torch.device(device)) / tokens
+    if not math.isfinite(mean):
+        raise RuntimeError(f"the loss of step {step} is {mean}; lower --learning-rate")
+    return mean / math.log(2), all_stats
+
+
+def _own_sequences(batch_BL: Tensor, world: World) -> Tensor:
+    """This process' sequences of a (micro-)batch, dealt out in turn; all of them in a simulated world."""
+    if isinstance(world, SimulatedWorld):
+        return batch_BL
+    return batch_BL[world.local_ranks[0] :: world.num_ranks]
+
+
+def _note_loads(outcome: Outcome, all_stats: list[list[LayerStats]], replicas: int) -> None:
+    """Add one step's loads (summed over its micro-batches) and ratios (averaged over them)."""
+    counts = np.stack([[s.record.counts_PE for s in stats if s.record.counts_PE is not None] for stats in all_stats])
+    outcome.counts_TLPE.append(counts.sum(axis=0))
+    outcome.load_TLE.append(counts.sum(axis=(0, 2)))
+    outcome.scheduled_TL.append(np.mean([[s.max_over_mean for s in stats] for stats in all_stats], axis=0).tolist())
+    outcome.plain_TL.append(np.mean([[plain_ratio(c, replicas) for c in layers] for layers in counts], axis=0).tolist())
+    for stats in all_stats:
+        for layer_stats in stats:
+            for stage, seconds in layer_stats.record.seconds.items():
+                outcome.stage_seconds[stage] = outcome.stage_seconds.get(stage, 0.0) + seconds
+
+
+def _corpus(job: TrainJob) -> Corpus:
+    """The text to train on, the end of it held out."""
+    sources = {"prose": text.prose, "code": text.code, "excerpt": text.excerpt}
+    data = sources[job.text]() if job.text in sources else text.load_text(job.text, _file_bytes(job.text)).data
+    corpus = Corpus.of(job.text, data)
+    if len(corpus.train) <= job.context + 1:
+        raise UsageError(
+            f"{job.text} has {len(data)} bytes, expected more than the context of {job.context} to draw from"
+        )
+    return corpus
+
+
+def _file_bytes(name: str) -> int:
+    path = Path(name)
+    return path.stat().st_size if path.is_file() else 1  # anything else is load_text's to refuse
+
+
+def _placements(job: TrainJob, world: World, model: ByteMoE, meta: dict[str, Any] | None) -> dict:
+    """Placement of every layer: of the checkpoint if it fits these ranks, else as a run of this mode starts."""
+    fresh = make_placement(job.balancing, world.num_ranks, job.experts, job.replicas)
+    names = [f"blocks.{block}.ffn" for block in model.config.moe_blocks]
+    if meta is not None and meta["ranks"] == world.num_ranks:
+        saved = sharded.saved_placements(meta)
+        return {name: saved.get(name, fresh) for name in names}
+    return dict.fromkeys(names, fresh)
+
+
+_FIXED = (
+    "sequences",
+    "context",
+    "hidden",
+    "intermediate",
+    "experts",
+    "top_k",
+    "blocks",
+    "seed",
+    "text",
+    "learning_rate",
+)
+"""What must be the same for a run to go on as if it had not stopped; ranks, replicas and balancing may change."""
+
+
+def _check_same_run(job: TrainJob, meta: dict[str, Any]) -> None:
+    before = meta["extra"].get("job", {})
+    for name in _FIXED:
+        if before.get(name) != getattr(job, name):
+            raise UsageError(
+                f"the checkpoint is of a run with {name} {before.get(name)!r}, this one has {getattr(job, name)!r}; "
+                "give the same value, or start without --resume"
+            )
+    if int(meta["step"]) >= job.steps:
+        raise UsageError(
+            f"the checkpoint is at step {meta['step']}, nothing is left of {job.steps} steps; raise --steps"
+        )

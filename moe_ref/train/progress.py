@@ -1,0 +1,28 @@
+"""The progress bar of a training run: on stderr, rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from moe_ref.console import err, rank_from_environment
+
+
+@contextmanager
+def bar(first: int, steps: int) -> Iterator[Callable[[int, str], None]]:
+    """Gives show(step, text), which does nothing on other ranks than 0."""
+    if rank_from_environment() != 0:
+        yield lambda step, text: None
+        return
+    columns = (
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task("", total=steps, completed=first)
+        yield lambda step, text: progress.update(task, completed=step, description=text)
