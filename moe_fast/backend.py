@@ -70,9 +70,7 @@ def close_engines() -> None:
 class FusedRecord(Record):
     """A record whose integers and buffers are fetched from the device on first access."""
 
-    _LAZY = frozenset(
-        {"routing", "before_PE", "counts_PE", "tokens_P", "plan", "rows_NH", "hidden_ND", "returned_NH"}
-    )
+    _LAZY = frozenset({"routing", "before_PE", "counts_PE", "tokens_P", "plan", "rows_NH", "hidden_ND", "returned_NH"})
 
     def __getattribute__(self, name: str) -> Any:
         if name in FusedRecord._LAZY:

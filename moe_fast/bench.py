@@ -177,7 +177,9 @@ def bench_cell(setup: Setup, tokens: int, repetitions: int, chains: bool) -> dic
             torch.cuda.synchronize()
             difference = float((y.double() - other.double()).norm() / other.double().norm())
             if not difference < 2e-2:
-                raise CheckFailed(f"fused and unfused differ by {difference:.2e} at S={tokens}; not timing wrong results")
+                raise CheckFailed(
+                    f"fused and unfused differ by {difference:.2e} at S={tokens}; not timing wrong results"
+                )
         result = interleaved(functions, repetitions)
     engine.check()
     return result
@@ -255,7 +257,9 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
 
 def render(results: dict[str, Any]) -> str:
     """The table of a result file."""
-    lines = [f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}  fused/floor  eager/f  graph/f"]
+    lines = [
+        f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}  fused/floor  eager/f  graph/f"
+    ]
     for row in results["rows"]:
         ms = {name: f"{value['median']:.3f}" for name, value in row["ms"].items()}
         lines.append(

@@ -27,7 +27,8 @@ def compile_kernels(
     """Compile megakernels ahead of time; needs no GPU. Without --config: the layers of the benchmark."""
     from moe_fast.compiler import cache_folder, compile_to_file, inspect_file
     from moe_fast.kernel.shapes import KernelShape
-    from moe_ref.console import err, out as console
+    from moe_ref.console import err
+    from moe_ref.console import out as console
 
     shapes = [
         KernelShape.from_config(one, int(count), name)
@@ -43,7 +44,8 @@ def compile_kernels(
         if not as_json:
             k = kernels[-1]
             console.print(
-                f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {k['wgmma']} wgmma", soft_wrap=True
+                f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {k['wgmma']} wgmma",
+                soft_wrap=True,
             )
     if as_json:
         print(json.dumps({"folder": str(out or cache_folder()), "kernels": kernels}))

@@ -85,7 +85,13 @@ def compile_shape(shape: KernelShape) -> Any:
     fakes = [Int64(1 << 20) if "Int64" in str(kind) else Int32(1) for kind in Args.__annotations__.values()]
     address = Int64(1 << 20)
     return cute.compile(
-        MegaKernel(shape), Args(*fakes), address, address, address, address, Int32(1), Int32(1), cuda.CUstream(0)
+        MegaKernel(shape),
+        Args(*fakes),
+        *(address,) * 4,
+        Int32(1),
+        Int32(1),
+        cuda.CUstream(0),
+        options=f"--gpu-arch {ARCH}",
     )
 
 
@@ -175,7 +181,12 @@ def instructions(cubin: bytes) -> dict[str, int | None]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    names = {"wgmma": r"\bHGMMA\b", "tma_loads": r"\bUTMALDG\b", "tma_stores": r"\bUTMASTG\b", "spills": r"\b(LDL|STL)\b"}
+    names = {
+        "wgmma": r"\bHGMMA\b",
+        "tma_loads": r"\bUTMALDG\b",
+        "tma_stores": r"\bUTMASTG\b",
+        "spills": r"\b(LDL|STL)\b",
+    }
     return {name: len(re.findall(pattern, text)) for name, pattern in names.items()}
 
 

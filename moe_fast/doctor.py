@@ -57,7 +57,9 @@ def _gpus() -> Check:
     fit, other = [], []
     for i in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(i)
-        (fit if capability == (9, 0) else other).append(f"{torch.cuda.get_device_name(i)} {capability[0]}.{capability[1]}")
+        (fit if capability == (9, 0) else other).append(
+            f"{torch.cuda.get_device_name(i)} {capability[0]}.{capability[1]}"
+        )
     if not fit:
         remedy = "the megakernel uses wgmma and TMA: compute capability 9.0 (H100, H200)"
         return Check("GPUs for the megakernel", "optional", "; ".join(other), remedy)
@@ -69,7 +71,10 @@ def _peers() -> Check:
     if count < 2:
         return Check("peer access", "optional", f"{count} GPU: nothing to reach", "")
     missing = [
-        f"{a}->{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+        f"{a}->{b}"
+        for a in range(count)
+        for b in range(count)
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
     if missing:
         remedy = "ranks must reach each other's memory: use GPUs linked by NVLink, or check PCIe ACS and IOMMU settings"

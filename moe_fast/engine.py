@@ -232,7 +232,10 @@ class Engine:
             for bit, text in (
                 (Status.NONFINITE, "a logit of the gate is not finite"),
                 (Status.BAD_EXPERT, "an expert id is outside [-1, E)"),
-                (Status.OVERFLOW, "more rows for one rank than the buffers hold (an expert twice in a token's choices)"),
+                (
+                    Status.OVERFLOW,
+                    "more rows for one rank than the buffers hold (an expert twice in a token's choices)",
+                ),
             )
             if status & bit
         ]

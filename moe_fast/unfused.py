@@ -145,8 +145,10 @@ def make_routes(expert_SK: Tensor, config: MoEConfig, group: Any = None, ranks: 
     receive = [int(counts_PE[p, low:high].sum()) for p in range(ranks)]
     # received: by source, then expert; wanted: by expert, then source
     here_PX = all_PE[:, low:high]
-    expert_N = torch.arange(high - low, device=flat_N.device).repeat(ranks).repeat_interleave(
-        here_PX.flatten(), output_size=sum(receive)
+    expert_N = (
+        torch.arange(high - low, device=flat_N.device)
+        .repeat(ranks)
+        .repeat_interleave(here_PX.flatten(), output_size=sum(receive))
     )
     arrange_N = torch.sort(expert_N, stable=True).indices
     ends_X = here_PX.sum(0).cumsum(0).to(torch.int32)
@@ -199,9 +201,7 @@ def compute(
     return (returned_NH.view(tokens, k, -1) * weight_SK.unsqueeze(-1)).sum(1).to(x_SH.dtype)
 
 
-def forward(
-    x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1
-) -> Tensor:
+def forward(x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1) -> Tensor:
     """The eager chain, gate included."""
     expert_SK, weight_SK = gate(x_SH, weights, config)
     return compute(x_SH, weight_SK, make_routes(expert_SK, config, group, ranks), weights, config, group, ranks)
@@ -231,9 +231,7 @@ class Captured:
                 self.y_SH = self._step(x_SH, weights, config, frozen, group, ranks)
 
     @staticmethod
-    def _step(
-        x_SH: Tensor, weights: ChainWeights, config: MoEConfig, frozen: Routes, group: Any, ranks: int
-    ) -> Tensor:
+    def _step(x_SH: Tensor, weights: ChainWeights, config: MoEConfig, frozen: Routes, group: Any, ranks: int) -> Tensor:
         expert_SK, weight_SK = gate(x_SH, weights, config)
         order_N = torch.sort(expert_SK.flatten().to(torch.int16), stable=True).indices
         routes = Routes(order_N, frozen.send, frozen.receive, frozen.arrange_N, frozen.ends_X, frozen.counts_PE)

@@ -70,9 +70,7 @@ def copy_pair(
 
 
 @cute.jit
-def push_unit(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, number: Int32, lane: Int32
-):
+def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, number: Int32, lane: Int32):
     """One warp sends unit `number` of a destination: up to UNIT_ROWS rows."""
     starts = k.plan_parts * k.experts
     begin = read(a.list_start, starts + destination) + number * UNIT_ROWS
@@ -98,6 +96,9 @@ def push_unit(
                     lane,
                 )
         mine = lane < UNIT_ROWS and begin + lane < end
+        if cutlass.const_expr(k.trace):
+            if lane == 0 and destination != a.rank:
+                add(a.control, SENT_ROWS, min(end - begin, Int32(UNIT_ROWS)), "gpu")
         if mine:
             home = a.rank * (a.max_tokens * k.top_k) + route
             write(base + a.home_at, side * a.rows + row, home)
@@ -108,9 +109,6 @@ def push_unit(
             cute.arch.fence_acq_rel_sys()
         cute.arch.sync_warp()
         if mine:
-            if cutlass.const_expr(k.trace):
-                if destination != a.rank:
-                    add(a.control, SENT_ROWS, 1, "gpu")
             add(base + a.arrived_at, side * (a.rows // TILE_ROWS) + row // TILE_ROWS, 1, "sys")
     cute.arch.sync_warp()
 

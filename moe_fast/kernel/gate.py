@@ -146,9 +146,7 @@ def choose(
         bad = scores_in_place(k, logits, half, quad)
         inside = tile * TILE_ROWS + row < a.tokens
         if bad != 0 and inside:
-            cute.arch.atomic_or(
-                word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu"
-            )
+            cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu")
         total = Float32(0.0)
         for j in cutlass.range(k.top_k, unroll=1):
             column, weight = best_column(k, a, logits, half, quad)
@@ -182,9 +180,7 @@ def take_given(k: cutlass.Constexpr[KernelShape], a: Args, tile: Int32, scratch:
             if id_ >= 0 and id_ < k.experts:
                 expert = Int32(id_)
             elif id_ != -1:
-                cute.arch.atomic_or(
-                    word(a.plan, PlanWord.STATUS), Int32(Status.BAD_EXPERT), sem="relaxed", scope="gpu"
-                )
+                cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.BAD_EXPERT), sem="relaxed", scope="gpu")
             write(a.expert, first + r, expert)
             write(a.weight, first + r, read(a.given_weight, first + r, Float32), Float32)
         cute.arch.store(scratch + IDS + r, expert)

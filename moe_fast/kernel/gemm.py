@@ -15,9 +15,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-
 from cutlass._mlir import ir
+from cutlass.cute.nvgpu import warpgroup
 
 from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
 from moe_fast.kernel.signals import Args, gmem, peer, read
@@ -35,8 +34,8 @@ def tiled_mma(dtype, columns: int = TILE_COLUMNS) -> cute.TiledMma:
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
-        warpgroup.OperandMajorMode.K,
-        warpgroup.OperandMajorMode.K,
+        cute.nvgpu.OperandMajorMode.K,
+        cute.nvgpu.OperandMajorMode.K,
         Float32,
         (2, 1, 1),
         tiler_mn=(64, columns),
@@ -146,18 +145,18 @@ def multiply(
     return count + 1
 
 
-def erf(x):
-    """Error function to 1.5e-7 (Abramowitz and Stegun, 7.1.26), without a branch: the library's costs registers that the
-    accumulators need."""
+def gelu(x):
+    """x * Phi(x), Phi to 1e-7 (Abramowitz and Stegun, 7.1.26), without a branch and with few registers.
+
+    With q(|x|) = 1 - Phi(|x|) it is max(x, 0) - |x| q(|x|) on both sides of zero.
+    """
     size = cute.arch.fmax(x, -x)
-    t = cute.arch.rcp_approx(Float32(1.0) + Float32(0.3275911) * size)
-    poly = Float32(1.061405429)
+    t = cute.arch.rcp_approx(Float32(1.0) + Float32(0.3275911 * 0.7071067811865476) * size)
+    poly = Float32(1.061405429 / 2)
     for c in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        poly = poly * t + Float32(c)
-    rest = poly * t * cute.arch.exp2(size * size * Float32(-LOG2E))
-    # the sign of x, carried over to 1 - rest >= 0
-    magnitude = (Float32(1.0) - rest).bitcast(Int32)
-    return (magnitude | (x.bitcast(Int32) & Int32(-(1 << 31)))).bitcast(Float32)
+        poly = poly * t + Float32(c / 2)
+    q = poly * t * cute.arch.exp2(size * size * Float32(-LOG2E / 2))
+    return cute.arch.fmax(x, Float32(0.0)) - size * q
 
 
 def activate(name: str, x):
@@ -166,7 +165,7 @@ def activate(name: str, x):
         return cute.arch.fmax(x, Float32(0.0))
     if name == "silu":
         return x * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(x * Float32(-LOG2E)))
-    return x * Float32(0.5) * (Float32(1.0) + erf(x * Float32(0.7071067811865476)))
+    return gelu(x)
 
 
 @cute.jit
@@ -221,9 +220,7 @@ def home_address(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_ti
         home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + row)
         per_rank = a.max_tokens * k.top_k
         rank, route = home // per_rank, home % per_rank
-        address = (
-            peer(a, rank) + a.returned_at + (Int64(side) * per_rank + route) * (k.hidden * k.element_size)
-        )
+        address = peer(a, rank) + a.returned_at + (Int64(side) * per_rank + route) * (k.hidden * k.element_size)
     return address
 
 

@@ -104,9 +104,7 @@ class MegaKernel:
         tokens = max(a.tokens, Int32(1))
         mX = cute.make_tensor(gmem(a.x, dtype, 16), cute.make_layout((tokens, H), stride=(H, 1)))
         mRouter = cute.make_tensor(gmem(router, dtype, 16), cute.make_layout((k.experts, H), stride=(H, 1)))
-        mRows = cute.make_tensor(
-            gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * 2, H), stride=(H, 1))
-        )
+        mRows = cute.make_tensor(gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * 2, H), stride=(H, 1)))
         mHidden = cute.make_tensor(gmem(hidden, dtype, 128), cute.make_layout((a.rows, D), stride=(D, 1)))
         mFirst = cute.make_tensor(gmem(first, dtype, 16), cute.make_layout((U, H, slots), stride=(H, 1, U * H)))
         mSecond = cute.make_tensor(gmem(second, dtype, 16), cute.make_layout((H, D, slots), stride=(D, 1, H * D)))
@@ -253,9 +251,7 @@ class MegaKernel:
         return time
 
     @cute.jit
-    def mark(
-        self, a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: cutlass.Constexpr, me: Boolean
-    ):
+    def mark(self, a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: cutlass.Constexpr, me: Boolean):
         """In traced variants the thread `me` notes a phase."""
         if cutlass.const_expr(self.shape.trace):
             if me:
@@ -292,7 +288,15 @@ class MegaKernel:
             pairs.append(
                 cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2))
             )
-        (sX, gX), (sRows, gRows), (sHidden, gHidden), (sRouter, gRouter), (sFirst, gFirst), (_, gUp), (sSecond, gSecond) = pairs
+        (
+            (sX, gX),
+            (sRows, gRows),
+            (sHidden, gHidden),
+            (sRouter, gRouter),
+            (sFirst, gFirst),
+            (_, gUp),
+            (sSecond, gSecond),
+        ) = pairs
 
         count = Int32(0)
         if a.given == 0:
@@ -348,9 +352,7 @@ class MegaKernel:
         k = self.shape
         one = cute.make_layout(1)
         tiled = cute.local_tile(tOut, (64, CHUNK), (None, None))
-        sOut, gOut = cpasync.tma_partition(
-            aOut, 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2)
-        )
+        sOut, gOut = cpasync.tma_partition(aOut, 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2))
         chunks = 2 if cutlass.const_expr(k.gated) else 4
         whole = k.intermediate % (chunks * CHUNK) == 0
         number, parity, returns = Int32(0), Int32(0), Int32(0)
@@ -464,9 +466,7 @@ class MegaKernel:
             for tile in range(block, token_tiles, processors):
                 start = self.now()
                 if a.given == 0:
-                    count = multiply(
-                        dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.depth0)
-                    )
+                    count = multiply(dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.depth0))
                     gate.choose(k, a, logits, tile, scratch, thread)
                 else:
                     gate.take_given(k, a, tile, scratch, thread)
@@ -539,6 +539,3 @@ class MegaKernel:
         if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
             combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
         self.mark(a, block, 0, start, Phase.COMBINE, thread == 0)
-
-
-

@@ -251,7 +251,11 @@ def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
     for r in range(thread, count, CONSUMERS):
         expert = read(a.expert, first + r)
         if expert >= 0:
-            place = read(a.list_start, starts + expert) + read(a.histogram, tile * k.experts + expert) + read(a.index, first + r)
+            place = (
+                read(a.list_start, starts + expert)
+                + read(a.histogram, tile * k.experts + expert)
+                + read(a.index, first + r)
+            )
             # an entry of the send list: the route, and the row where it lands
             write(a.send, place, Int64(first + r) | (Int64(place + read(a.row_shift, expert)) << 32), Int64)
     if thread < TILE_ROWS:
@@ -275,4 +279,3 @@ def publish_list(a: Args, side: Int32, thread: Int32):
     sync_consumers()
     if thread == 0:
         add(side_counters(a, side), Counter.LISTED, 1, "gpu", "release")
-

@@ -127,4 +127,3 @@ def release_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_
     add(side_counters(a, side), done_word(row_tile), 1, "gpu", "release")
     if cutlass.const_expr(k.scheduler != "tickets"):
         finish_hidden(k, a, side, row_tile, row_tiles)
-

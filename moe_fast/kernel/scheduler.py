@@ -270,4 +270,3 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
             if lane == 0:
                 fail(a, Role.SCHEDULER, Wait.ARRIVALS, Int32(0), head0 + head1, blocks * (per0 + per1))
             go = Boolean(False)
-

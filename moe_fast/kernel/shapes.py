@@ -80,9 +80,7 @@ class KernelShape:
     trace: bool = False
 
     @classmethod
-    def from_config(
-        cls, config: MoEConfig, ranks: int, scheduler: str = "tickets", trace: bool = False
-    ) -> KernelShape:
+    def from_config(cls, config: MoEConfig, ranks: int, scheduler: str = "tickets", trace: bool = False) -> KernelShape:
         """Shape for a layer on `ranks` ranks.
 
         Raises:

@@ -52,4 +52,3 @@ def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles
                     fail(a, Role.SUBSCRIBER, Wait.ARRIVALS, base, count - left, count)
                     left = Int32(0)
         base += LANES * 32
-

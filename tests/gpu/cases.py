@@ -78,5 +78,10 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL]
     shapes = [KernelShape.from_config(c.config, ranks, c.scheduler) for c in cases]
+    layers = (
+        Case(512, 256, 8, 2, "silu", True, "bfloat16", (0,)),
+        Case(512, 256, 8, 2, "silu", False, "float16", (0,)),
+    )
+    shapes += [KernelShape.from_config(c.config, ranks, "spare_warps") for c in layers]
     shapes += [KernelShape.from_config(QWEN3.config, ranks, s, trace=True) for s in SCHEDULERS] if trace else []
     return list(dict.fromkeys(shapes))

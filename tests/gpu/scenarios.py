@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import cases  # noqa: E402
-import harness  # noqa: E402
-from harness import Case, engine_for, make_inputs, rank_and_size, run_case  # noqa: E402
+import cases
+import harness
+from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
-from moe_fast.engine import MegakernelInputError, MegakernelTimeout  # noqa: E402
+from moe_fast.engine import MegakernelInputError, MegakernelTimeout
 
 
 def launcher(case: Case, inputs: harness.Inputs, **more):
@@ -109,7 +109,12 @@ def repeat() -> dict:
 
     def call(plan):
         return engine.launch(
-            plan[0], inputs.router, inputs.first[low:high], inputs.second[low:high], expert_SK=plan[1], weight_SK=plan[2]
+            plan[0],
+            inputs.router,
+            inputs.first[low:high],
+            inputs.second[low:high],
+            expert_SK=plan[1],
+            weight_SK=plan[2],
         )
 
     engine.poison()
@@ -332,10 +337,118 @@ def traced() -> dict:
     return out
 
 
+def make_layer(backend: str, **changes):
+    """A MoELayer on this process' GPU, on all ranks of the group."""
+    from moe_ref import MoEConfig, MoELayer
+    from moe_ref.world import DistributedWorld, SimulatedWorld
+
+    world = DistributedWorld() if dist.is_initialized() else SimulatedWorld(1)
+    values = {"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, "dtype": "bfloat16", "max_tokens": 4096}
+    config = MoEConfig(**{**values, **changes})
+    return MoELayer(config, backend=backend, world=world, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def layer() -> dict:
+    """The backend behind a MoELayer: the differential harness against the reference and the unfused chain."""
+    from moe_ref.diff import compare
+
+    rank, _ = rank_and_size()
+    out = {}
+    for changes in (
+        {},
+        {"hidden": 128, "intermediate": 64, "experts": 32, "top_k": 4},
+        {"gated": False, "dtype": "float16"},
+    ):
+        one = make_layer("fused", **changes)
+        g = torch.Generator(device="cuda").manual_seed(rank)
+        x = torch.randn(300 + 50 * rank, one.config.hidden, device="cuda", generator=g).to(one.config.torch_dtype)
+        for other in ("ref", "unfused"):
+            report = compare("fused", other, one, [x])
+            assert report.ok, str(report)
+            out[f"{one.config.hidden} {one.config.dtype} {other}"] = [
+                f"{b.buffer} {b.relative_error:.1e}{' same bits' if b.bit_equal else ''}" for b in report.buffers
+            ]
+        y, stats = one(x, return_stats=True)
+        assert int(stats.tokens_per_rank[rank]) == x.shape[0]
+    return out
+
+
+def training() -> dict:
+    """Gradients through backend="fused" against float64, and against what the reference's own bf16 backward gets."""
+    rank, _ = rank_and_size()
+    fused = make_layer("fused")
+    g = torch.Generator(device="cuda").manual_seed(rank)
+    x = torch.randn(200, fused.config.hidden, device="cuda", generator=g).to(fused.config.torch_dtype)
+    upstream = torch.randn(200, fused.config.hidden, device="cuda", generator=g).to(fused.config.torch_dtype)
+    gradients = {}
+    for name, dtype in (("fused", "bfloat16"), ("ref", "bfloat16"), ("exact", "float64")):
+        one = make_layer("fused" if name == "fused" else "ref", dtype=dtype)
+        with torch.no_grad():
+            for target, source in zip(one.parameters(), fused.parameters(), strict=True):
+                target.copy_(source)
+        inputs = x.to(one.config.torch_dtype).requires_grad_(True)
+        one(inputs).backward(upstream.to(one.config.torch_dtype))
+        gradients[name] = {"x": inputs.grad} | {n: p.grad for n, p in one.named_parameters()}
+    out = {}
+    for name, exact in gradients["exact"].items():
+        mine, reference = (harness.relative(gradients[b][name], exact) for b in ("fused", "ref"))
+        out[name] = [float(f"{mine:.3g}"), float(f"{reference:.3g}")]
+        assert mine <= 1.5 * reference + 2e-3, f"gradient of {name}: {mine:.2e}, the reference's own {reference:.2e}"
+    return out
+
+
+def refused() -> dict:
+    """What can't run is refused on the host, by name, before anything is launched."""
+    from moe_ref.errors import UsageError
+
+    messages = []
+    case = replace(cases.SMALL, tokens=(100,))
+    engine = engine_for(case)
+    inputs = make_inputs(replace(case, tokens=(4097,)))
+    rank, _ = rank_and_size()
+    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
+    for attempt, wanted in (
+        (lambda: engine.launch(inputs.x[rank], inputs.router, inputs.first[low:high], inputs.second[low:high]), "4097"),
+        (lambda: harness.Engine(engine.shape, engine.heap, 100_000), "symmetric heap has"),
+        (
+            lambda: make_layer("fused", hidden=100)(torch.zeros(3, 100, device="cuda", dtype=torch.bfloat16)),
+            "hidden=100",
+        ),
+        (
+            lambda: make_layer("fused", experts=300)(torch.zeros(3, 512, device="cuda", dtype=torch.bfloat16)),
+            "experts=300",
+        ),
+    ):
+        try:
+            attempt()
+        except UsageError as error:
+            messages.append(str(error))
+            assert wanted in messages[-1], messages[-1]
+        else:
+            raise AssertionError(f"nothing was refused, expected something about {wanted}")
+    if dist.is_initialized():
+        try:
+            make_layer("fused", top_k=2 + rank)
+        except UsageError as error:
+            messages.append(str(error))
+        else:
+            raise AssertionError("ranks with different configs were accepted")
+    return {"messages": messages}
+
+
+def small() -> dict:
+    """One small call with patience, for running under compute-sanitizer."""
+    case = replace(cases.SMALL, tokens=(150,), routing="gate")
+    engine_for(case).deadline_s = 120.0
+    return {"y": float(f"{run_case(case)['y']:.3g}")}
+
+
 SCENARIOS = {
     f.__name__: f
-    for f in (special, repeat, graph, operations, timeout, wrong_input, traced, matrix)
-}
+    for f in (
+        special, repeat, graph, operations, wrong_input, refused, traced, layer, training, matrix, timeout, small,
+    )
+}  # fmt: skip
 
 
 def main(names: list[str]) -> int:
@@ -358,7 +471,13 @@ def main(names: list[str]) -> int:
 
                 traceback.print_exc()
         if rank == 0 or not good:
-            line = {"scenario": name, "rank": rank, "ok": good, "seconds": round(time.perf_counter() - start, 1), **result}
+            line = {
+                "scenario": name,
+                "rank": rank,
+                "ok": good,
+                "seconds": round(time.perf_counter() - start, 1),
+                **result,
+            }
             print(json.dumps(line), flush=True)
         if not agree(good):
             failed += 1

@@ -1,7 +1,7 @@
 """The megakernel on real GPUs: every scenario on one device, and under torchrun on two.
 
-    pytest -m gpu tests/gpu          one Hopper GPU
-    pytest -m multigpu tests/gpu     two
+pytest -m gpu tests/gpu          one Hopper GPU
+pytest -m multigpu tests/gpu     two
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-SCENARIOS = ("special", "repeat", "graph", "operations", "timeout", "wrong_input", "traced", "matrix")
+SCENARIOS = (
+    "special", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training", "matrix", "timeout",
+)  # fmt: skip
 HERE = Path(__file__).parent
 
 

@@ -1,0 +1,70 @@
+"""The megakernel without a GPU: every variant compiles for sm_90a, and its device code is what it should be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("cutlass.cute", reason="the CuTe DSL (extra [fused]) is not installed")
+
+from moe_fast import compiler
+from moe_fast.kernel.shapes import KernelShape
+from moe_ref.config import MoEConfig
+
+# name, config, ranks, scheduler: together every role, activation, dtype and scheduler, and the sizes users have
+VARIANTS = {
+    "qwen3": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 2, "spare_warps"),
+    "paper": (MoEConfig(2048, 2048, 8, 2, activation="relu", gated=False, dtype="bfloat16"), 2, "os_block"),
+    "gelu": (MoEConfig(1024, 512, 60, 4, activation="gelu", gated=False, dtype="float16"), 1, "tickets"),
+    "sigmoid": (
+        MoEConfig(512, 256, 64, 8, dtype="float16", scoring="sigmoid", selection_bias=True, routed_scaling=2.5),
+        4,
+        "spare_warps",
+    ),
+    "tiny": (MoEConfig(128, 64, 32, 4, dtype="bfloat16"), 1, "spare_warps"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_compiles_for_hopper(name, tmp_path):
+    """wgmma and TMA are there, nothing spills, shared memory fits: without a GPU."""
+    config, ranks, scheduler = VARIANTS[name]
+    path = compiler.compile_to_file(KernelShape.from_config(config, ranks, scheduler), tmp_path)
+    found = compiler.inspect_file(path)
+    assert found["stack_bytes"] == 0, found
+    assert found["registers"] == 168, found
+    assert found["shared_bytes"] <= 232448, found
+    if found["wgmma"] is None:
+        pytest.skip("no nvdisasm: resources checked, instructions not counted")
+    assert found["wgmma"] >= 8, found
+    assert found["tma_loads"] >= 9, found
+    assert found["tma_stores"] >= 4, found
+    assert found["spills"] == 0, found
+
+
+def test_a_compiled_variant_is_found_again(tmp_path, monkeypatch):
+    """The second call compiles nothing; another shape has another file."""
+    shape = KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets")
+    first = compiler.compile_to_file(shape, tmp_path)
+    monkeypatch.setattr(compiler, "compile_shape", lambda shape: pytest.fail("compiled again"))
+    assert compiler.compile_to_file(shape, tmp_path) == first
+    other = KernelShape.from_config(VARIANTS["tiny"][0], 2, "tickets")
+    assert compiler.object_path(other, tmp_path) != first
+
+
+def test_compile_command(tmp_path, capsys):
+    """moe-ref compile --config FILE --json: one object on stdout, naming each kernel's resources."""
+    from moe_ref.cli import main
+
+    config = tmp_path / "layer.json"
+    config.write_text(json.dumps({"hidden": 128, "intermediate": 64, "experts": 4, "top_k": 1, "dtype": "float16"}))
+    arguments = ["compile", "--config", str(config), "--ranks", "1", "--out", str(tmp_path), "--json"]
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code in (0, None)
+    result = json.loads(capsys.readouterr().out)
+    (kernel,) = result["kernels"]
+    assert {"name", "registers", "stack_bytes", "shared_bytes", "wgmma", "tma_loads", "tma_stores"} <= set(kernel)
+    assert (tmp_path / kernel["file"]).stat().st_size > 50_000

@@ -1,0 +1,96 @@
+"""Compile-time arithmetic of the megakernel, as Python ints: sizes, refusals, the ordered task list."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_fast.kernel import shapes
+from moe_fast.kernel.shapes import KernelShape
+from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
+from moe_ref.layout import SIDES
+from moe_ref.placement import Placement
+
+QWEN3 = MoEConfig(2048, 768, 128, 8, dtype="bfloat16", max_tokens=8192, tile_rows=128)
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 1), (8, 3), (60, 8), (7, 7), (128, 2), (5, 4)])
+def test_owner_is_the_placement(experts, ranks):
+    """The kernel's owner and first expert of a rank are those of the contiguous placement."""
+    shape = KernelShape.from_config(QWEN3.replace(experts=experts, top_k=1), ranks)
+    placement = Placement.contiguous(experts, ranks)
+    assert [shape.owner(e) for e in range(experts)] == placement.rank_ED[:, 0].tolist()
+    for rank, held in enumerate(placement.experts_of_rank):
+        assert shape.first_expert(rank) == held[0]
+    assert shape.slots == placement.slots
+
+
+def test_heap_formula():
+    """Allocated bytes are the config's formula plus the control words that the docstring names."""
+    shape = KernelShape.from_config(QWEN3, 2)
+    pieces, total = shapes.heap_regions(shape, QWEN3.max_tokens)
+    assert pieces["rows"].size + pieces["returned"].size == QWEN3.compact_bytes(2)
+    rows = shapes.buffer_rows(shape, QWEN3.max_tokens)
+    control = SIDES * 4 * (rows + rows // 128 + QWEN3.max_tokens // 32 + 2 * shape.counts_stride) + 4 * 2
+    assert 0 <= total - QWEN3.compact_bytes(2) - control < 1024 * len(pieces)
+    assert total <= 1.8e9
+    assert QWEN3.fixed_bytes(2) > 9 * total
+    offsets = sorted((piece.offset, piece.size) for piece in pieces.values())
+    assert all(a + size <= b for (a, size), (b, _) in zip(offsets, offsets[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"dtype": "float32"}, "dtype=float32"),
+        ({"hidden": 2000}, "hidden=2000"),
+        ({"intermediate": 100}, "intermediate=100"),
+        ({"experts": 512}, "experts=512"),
+        ({"top_k": 9}, "top_k=9"),
+        ({"expert_bias": True}, "expert_bias"),
+        ({"router_bias": True}, "router_bias"),
+        ({"activation": "clamped_swiglu"}, "clamped_swiglu"),
+        ({"shared_intermediate": 64}, "shared_intermediate"),
+        ({"num_groups": 4, "top_groups": 2}, "num_groups"),
+        ({"layout": "fixed"}, "layout"),
+        ({"capacity_factor": 1.0}, "capacity_factor"),
+        ({"top_k_order": "before_scores"}, "top_k_order"),
+        ({"interleaved": True}, "interleaved"),
+    ],
+)
+def test_what_the_kernel_lacks_is_refused_by_name(change, word):
+    with pytest.raises(UsageError, match=word):
+        KernelShape.from_config(QWEN3.replace(**change), 2)
+
+
+def test_more_ranks_than_experts_is_refused():
+    with pytest.raises(UsageError, match="experts=8 on 9 ranks"):
+        KernelShape.from_config(QWEN3.replace(experts=8, top_k=2), 9)
+
+
+def test_unknown_scheduler_is_refused():
+    with pytest.raises(UsageError, match="scheduler='fifo'"):
+        KernelShape.from_config(QWEN3, 2, "fifo")
+
+
+def test_names_are_unique():
+    """A cache file's name tells variants apart."""
+    names = {
+        KernelShape.from_config(QWEN3.replace(**change), ranks, scheduler, trace).name
+        for change in ({}, {"dtype": "float16"}, {"activation": "gelu"}, {"renormalize": False}, {"scoring": "sigmoid"})
+        for ranks in (1, 2)
+        for scheduler in shapes.SCHEDULERS
+        for trace in (False, True)
+    }
+    assert len(names) == 5 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize("parts_of", [1, 8, 9, 60, 128, 129, 256])
+def test_planner_threads(parts_of):
+    """Every (part, expert) has a thread, and every route's place is the sum of three prefixes."""
+    shape = KernelShape.from_config(QWEN3.replace(experts=parts_of, top_k=1), 1)
+    width = 256 // shape.plan_parts
+    assert width >= parts_of
+    assert shape.plan_parts * width == 256
+    assert np.log2(width) % 1 == 0
