@@ -16,6 +16,7 @@ GROUPS = (
     ("Placement", "placement", "moe_ref.placement", None),
     ("Actor runtime", "runtime", "moe_ref.runtime", None),
     ("Training", "train", "moe_ref.train", None),
+    ("Hugging Face blocks", "compat", "moe_ref.compat", None),
     ("Everything else", "other", "moe_ref", None),
     ("moe_fast: the GPU side", "moe_fast", "moe_fast", None),
     ("moe_fast: the megakernel", "kernel", "moe_fast.kernel", None),
@@ -46,10 +47,11 @@ def groups() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
         if modules is None:
             full = [f"{package}.{m}" for m in _modules(package) if f"{package}.{m}" not in named]
             if file != "other":
-                full.insert(0, package)
+                full.insert(0, package)  # the package itself, with what it exports
         else:
-            full = [f"{package}.{m}" for m in modules]
-        out.append((title, f"api/{file}.md", tuple(full)))
+            full = [f"{package}.{m}" for m in modules if m in _modules(package)]
+        if full:
+            out.append((title, f"api/{file}.md", tuple(full)))
     return tuple(out)
 
 

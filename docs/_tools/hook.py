@@ -32,7 +32,7 @@ def on_config(config):
         except render.TutorialFailed as error:
             raise PluginError(str(error)) from error
     _extend(config.nav, "Tutorials", ["tutorials/index.md", *({p.title: f"tutorials/{p.name}.md"} for p in _pages)])
-    recorded = [{_title(name): f"results/{name}.md"} for name in results.names()]
+    recorded = [{_title(name): f"recorded/{name}.md"} for name in results.names()]
     _extend(config.nav, "Results", recorded)
     _extend(config.nav, "API", ["api/index.md", *({group: uri} for group, uri, _ in api.pages())])
     return config
@@ -62,7 +62,7 @@ def on_files(files: Files, config) -> Files:
         for name, content in page.files.items():
             add(f"tutorials/{name}", content)
     for name in results.names():
-        add(f"results/{name}.md", results.page(name))
+        add(f"recorded/{name}.md", results.page(name))
     add("api/index.md", api.index())
     for _, uri, text in api.pages():
         add(uri, text)

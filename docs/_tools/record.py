@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--title", required=True, help="heading of its page")
     parser.add_argument("--description", default="", help="one sentence under the heading")
     parser.add_argument("--packages", default="highspy,numba", help="distributions whose versions matter")
+    parser.add_argument("--drop", default="", help="keys of the result that say nothing elsewhere (folders)")
     parser.add_argument("command", nargs="+", help="after --: what to run")
     arguments = parser.parse_args(argv)
     done = subprocess.run(arguments.command, stdout=subprocess.PIPE, text=True, check=False)
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"the command ended with {done.returncode}; nothing was recorded", file=sys.stderr)
         return done.returncode
     values = json.loads(done.stdout.strip().splitlines()[-1])
+    for key in filter(None, arguments.drop.split(",")):
+        del values[key]
     taken = {"title", "description", *PROVENANCE_KEYS} & set(values)
     if taken:
         print(f"the command's own keys {sorted(taken)} clash with those of the record", file=sys.stderr)

@@ -51,7 +51,7 @@ def load(name: str) -> dict[str, Any]:
 def find(values: Any, path: str, name: str = "") -> Any:
     """Value at a dotted path; list items by index (`rows.0.ms`) or by a key's value (`rows.tokens=1024.ms`)."""
     at = values
-    for part in path.split("|") if "|" in path else path.split("."):
+    for part in re.findall(r"[^.=]+=[-\d.]*\d|[^.]+", path):
         try:
             if isinstance(at, list) and "=" in part:
                 key, wanted = part.split("=", 1)
@@ -112,7 +112,7 @@ def table(items: Any, keys: list[str] | None = None) -> str:
             except ResultMissing:
                 row.append("–")
         rows.append(row)
-    return _headed(rows, [k.replace("_", " ") or " " for k in keys])
+    return _headed(rows, [k.removesuffix(".mean").replace("_", " ") or " " for k in keys])
 
 
 def provenance(name: str) -> str:

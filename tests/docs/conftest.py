@@ -1,0 +1,23 @@
+"""The site is built once for all tests of this folder, from the same cache of executed tutorials that they fill."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+
+from docs_support import MISSING, ROOT, mkdocs_build
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the built site."""
+    if MISSING:
+        pytest.skip(f"{', '.join(MISSING)} not installed; pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = mkdocs_build(ROOT, folder)
+    assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if not x.startswith("INFO"))[-4000:]
+    return folder
