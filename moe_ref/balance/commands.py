@@ -13,7 +13,7 @@ from rich.table import Table
 
 from moe_ref.balance.loads import LoadModel, as_prediction, read_loads, split_evenly
 from moe_ref.balance.lp import FORMULATIONS
-from moe_ref.balance.study import before_and_after, real_study
+from moe_ref.balance.study import before_and_after, real_study, trade_off
 from moe_ref.balance.sweep import skew_sweep
 from moe_ref.balance.timing import SOLVERS, time_overlap, time_solvers
 from moe_ref.console import err, out, print_json
@@ -44,6 +44,7 @@ def balance(
     ),
     sweep: bool = typer.Option(False, "--sweep", help="Also sweep the skew, with all rivals (the paper's Figure 8)."),
     overlap: bool = typer.Option(False, "--overlap", help="Also measure what dispatch waits for the plan."),
+    nodes: int | None = typer.Option(None, help="Also weigh balance against communication between so many nodes."),
     interval: int = typer.Option(50, help="With --loads: steps between the checks of the adaptive manager."),
     seed: int = typer.Option(0, help="Of the modelled loads."),
     plot: Path | None = typer.Option(None, help="Also draw the report into this file (png, svg, pdf)."),
@@ -83,6 +84,8 @@ def balance(
             f"--sweep compares rivals whose slots are all full, but {values['experts']} experts x {replicas} replicas "
             f"is no multiple of {values['ranks']} ranks"
         )
+    if nodes is not None and (nodes < 1 or values["ranks"] % nodes):
+        raise UsageError(f"--nodes is {nodes}, expected a divisor of {values['ranks']} ranks")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("balancing")
@@ -109,6 +112,9 @@ def balance(
             show("timing the overlap")
             values["overlap"] = time_overlap(batches, made.placement, seed)
             values["visible_us"] = values["overlap"]["visible_us"]
+        if nodes is not None:
+            show("balance against communication")
+            values["trade_off"] = trade_off(batches[0], made.placement, made.placement.num_ranks // nodes)
         if sweep:
             values["sweep"] = skew_sweep(
                 made.placement.num_ranks,
@@ -207,6 +213,13 @@ def _print(values: dict[str, Any]) -> None:
             f"{v['permutation_us']:.0f} us ({v['serial']['visible_us']:.0f} without overlap, "
             f"{v['pipelined']['visible_us']:.0f} pipelined)"
         )
+    if "trade_off" in values:
+        keys = ("alpha", "compute", "communication", "max_load", "plan_communication", "local_share")
+        labels = ("max load", "received", "in whole rows", "received", "local")
+        table = _table("Balance against communication of the first batch, in mean loads", "alpha", *labels)
+        for point in values["trade_off"]:
+            table.add_row(f"{point['alpha']:g}", *(f"{point[key]:.4f}" for key in keys[1:]))
+        out.print(table)
     if "across_domains" in values:
         v = values["across_domains"]
         out.print(f"planned on one domain, run on another: mean {v['mean']:.4f}, worst {v['worst']:.3f}")

@@ -56,6 +56,13 @@ def _sweep(axes: Axes, table: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=6.5, loc="upper left", ncols=2)
 
 
+def _trade_off(axes: Axes, curve: list[dict[str, float]]) -> None:
+    axes.plot([p["communication"] for p in curve], [p["compute"] for p in curve], "o-", color="tab:purple")
+    for point in curve:
+        axes.annotate(f"{point['alpha']:g}", (point["communication"], point["compute"]), fontsize=7)
+    axes.set(xlabel="weighted rows received / mean load", ylabel="max / mean load", title="By weight of communication")
+
+
 def _timing(axes: Axes, solvers: dict[str, dict[str, Any]]) -> None:
     names = list(solvers)
     place = np.arange(len(names))
@@ -68,10 +75,12 @@ def _timing(axes: Axes, solvers: dict[str, dict[str, Any]]) -> None:
 
 
 def plot_balance(values: dict[str, Any], path: Path) -> None:
-    """Draw what `values` has: loads per rank, balance per step, the skew sweep (Figure 8), solver times."""
+    """Draw what `values` has: loads per rank, balance per step, skew sweep (Figure 8), trade-off, solver times."""
     panels: list[tuple[Any, Any]] = [(_ranks, values), (_steps, values)]
     if "sweep" in values:
         panels.append((_sweep, values["sweep"]))
+    if "trade_off" in values:
+        panels.append((_trade_off, values["trade_off"]))
     if values.get("solvers"):
         panels.append((_timing, values["solvers"]))
     rows = (len(panels) + 1) // 2

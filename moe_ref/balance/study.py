@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_ref.balance.communication import trade_off_curve
 from moe_ref.balance.loads import RealLoads, split_evenly
 from moe_ref.balance.real import across_domains, adaptive_run, batch_ratios, summary
 from moe_ref.balance.rivals import plain
@@ -88,6 +89,29 @@ def before_and_after(batches: Iterable[np.ndarray], placement: Placement, replic
         "local_share": float(np.mean(local)),
     }
     return result
+
+
+ALPHAS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+def trade_off(counts_PE: np.ndarray, placement: Placement, ranks_per_node: int) -> list[dict[str, float]]:
+    """The curve of balance against communication for one batch, one entry per alpha of `ALPHAS`.
+
+    `compute` and `communication` are in units of the mean load, as the linear program has them; `max_load` and
+    `plan_communication` are those of the plan in whole rows.
+    """
+    mean = max(float(counts_PE.sum()) / placement.num_ranks, 1.0)
+    return [
+        {
+            "alpha": point.alpha,
+            "compute": point.compute / mean,
+            "communication": point.communication / mean,
+            "max_load": point.plan.max_load / mean,
+            "plan_communication": point.plan_communication / mean,
+            "local_share": point.plan.local_share,
+        }
+        for point in trade_off_curve(counts_PE, placement, ALPHAS, ranks_per_node)
+    ]
 
 
 def real_study(

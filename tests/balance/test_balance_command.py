@@ -56,8 +56,20 @@ def test_defaults_reach_perfect_balance_and_keep_a_quarter_local(capfd: pytest.C
     assert result("balance --seed 1", capfd)["before"] != values["before"]
 
 
+def test_trade_off(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+    values = result(f"balance --nodes 2 --steps 2 --plot {tmp_path / 't.png'}", capfd)
+    curve = values["trade_off"]
+    assert [point["alpha"] for point in curve] == sorted(point["alpha"] for point in curve)
+    assert curve[0]["compute"] == pytest.approx(values["after"]["ratio_per_step"][0], abs=2e-4)
+    assert curve[-1]["compute"] > curve[0]["compute"]
+    assert curve[-1]["communication"] < curve[0]["communication"]
+    code, out, _ = run("balance --nodes 4 --steps 2", capfd)
+    assert code == 0
+    assert "Balance against communication" in out
+
+
 def test_no_rows_at_all_are_perfectly_balanced(capfd: pytest.CaptureFixture) -> None:
-    values = result("balance --rows 0 --steps 2 --sweep --overlap --solver all", capfd)
+    values = result("balance --rows 0 --steps 2 --nodes 2 --sweep --overlap --solver all", capfd)
     assert values["perfect_share"] == values["exact_share"] == values["local_share"] == 1.0
     assert all(entry["mean"] == 1.0 for row in values["sweep"] for entry in row.values() if isinstance(entry, dict))
 
@@ -131,6 +143,8 @@ BAD = [
     ("--noise inf", "--noise is inf"),
     ("--steps 0", "--steps is 0"),
     ("--rows -1", "--rows is -1"),
+    ("--nodes 3", "--nodes is 3, expected a divisor of 8 ranks"),
+    ("--nodes 0", "--nodes is 0"),
     ("--interval 0", "--interval is 0"),
     ("--seed -1", "--seed is -1"),
     ("--solver simplex", "unknown --solver 'simplex', expected one of flow, flow_compiled, lp_warm, lp_cold, all"),
