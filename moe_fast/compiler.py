@@ -41,10 +41,14 @@ def import_cutlass() -> Any:
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     try:
         import cutlass.cute
+        from cutlass.cutlass_dsl import CuTeDSL
     except ImportError as error:
         raise BackendUnavailable(
-            f"the CuTe DSL does not import ({error}); pip install 'moe-ref[fused]' (nvidia-cutlass-dsl, not nvidia-cutlass)"
+            f"the CuTe DSL does not import ({error}); pip install 'moe-ref[fused]' "
+            "(nvidia-cutlass-dsl, not nvidia-cutlass)"
         ) from error
+    # somebody may have imported it before us, without the variable
+    CuTeDSL._get_dsl().envar.arch = ARCH
     return cutlass.cute
 
 
@@ -91,7 +95,6 @@ def compile_shape(shape: KernelShape) -> Any:
         Int32(1),
         Int32(1),
         cuda.CUstream(0),
-        options=f"--gpu-arch {ARCH}",
     )
 
 

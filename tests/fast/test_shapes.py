@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -37,7 +39,7 @@ def test_heap_formula():
     assert total <= 1.8e9
     assert QWEN3.fixed_bytes(2) > 9 * total
     offsets = sorted((piece.offset, piece.size) for piece in pieces.values())
-    assert all(a + size <= b for (a, size), (b, _) in zip(offsets, offsets[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(offsets))
 
 
 @pytest.mark.parametrize(
