@@ -56,6 +56,10 @@ class ReferenceBackend:
     ) -> pipeline.Record:
         return pipeline.run(layer, x_SH, routing, keep=keep)
 
+    def refuse(self, layer: MoELayer) -> None:
+        """Tell the other ranks that this one's input was refused."""
+        pipeline.refuse(layer)
+
     def resume(
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing], given: pipeline.Record
     ) -> pipeline.Record:
@@ -100,8 +104,8 @@ def get(name: str) -> Backend:
         raise BackendUnavailable(f"unknown backend {name!r}, expected one of {known}")
     try:
         return entry.load()()
-    except ImportError as error:
+    except Exception as error:  # another package's code: whatever it raises, the cause is that this backend is broken
         extra = EXTRAS.get(name, (name, ""))[0]
         raise BackendUnavailable(
-            f"backend {name!r} does not import ({error}); pip install 'moe-ref[{extra}]'"
+            f"backend {name!r} does not import ({type(error).__name__}: {error}); pip install 'moe-ref[{extra}]'"
         ) from error

@@ -172,7 +172,15 @@ class _Tally:
 
 def _matrix(value: Tensor) -> Tensor:
     """Any buffer as float64 rows and columns."""
-    return value.detach().double().reshape(value.shape[0], math.prod(value.shape[1:]))
+    value = value.detach().double()
+    return value.reshape(value.shape[0], math.prod(value.shape[1:])) if value.dim() else value.reshape(1, 1)
+
+
+def _rms(b: Tensor) -> float:
+    """Root mean square of the finite elements, scaled so that no square overflows."""
+    b = b[b.isfinite()]
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    return largest * float((b / largest).square().mean().sqrt()) if largest else 0.0
 
 
 def _compare_rank(
@@ -184,7 +192,11 @@ def _compare_rank(
     where: Callable[[int], Place],
     names: tuple[str, str],
 ) -> None:
-    """Add one rank's matrices a (actual) and b (expected) to the tally; `where(row)` is (expert, tile, row)."""
+    """Add one rank's matrices a (actual) and b (expected) to the tally; `where(row)` is (expert, tile, row).
+
+    Tolerance 0 asks for the same bits.
+    """
+    exact = tolerance == 0.0
     tally.elements += b.numel()
     if a.shape != b.shape:
         value = float(b.flatten()[0]) if b.numel() else 0.0
@@ -195,13 +207,16 @@ def _compare_rank(
         return
     if not b.numel():
         return
-    same = (a == b) | (a.isnan() & b.isnan())
-    delta = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
-    good = delta <= tolerance * (b.abs() + b.square().nan_to_num().mean().sqrt())
+    # Zeros of different sign are different bits; two NaNs count as the same, whatever their payload.
+    same = ((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())
+    delta = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    # Where the expected value is not finite, only the same value is right.
+    close = (delta <= tolerance * (b.abs() + _rms(b))) & b.isfinite() & a.isfinite()
+    good = same if exact else same | close
     tally.bit_equal = tally.bit_equal and bool(same.all())
     tally.largest = max(tally.largest, float(delta.max()))
     tally.difference_squared += float(delta.square().sum())
-    tally.expected_squared += float(b.square().nan_to_num().sum())
+    tally.expected_squared += float(torch.where(b.isfinite(), b, 0.0).square().sum())
     bad = (~good).nonzero()
     tally.wrong += len(bad)
     if len(bad) and tally.first is None:
@@ -232,6 +247,11 @@ def compare_buffer(
         a = ours[i].to(b.device) if i < len(ours) else b.new_zeros(0)
         where = partial(_place, expected, name, i, rank, tile_rows)
         _compare_rank(tally, _matrix(a), _matrix(b), tolerance, rank, where, (stage, name))
+    if len(ours) > len(theirs):
+        nothing = partial(_place, expected, name, 0, 0, tile_rows)
+        _compare_rank(
+            tally, _matrix(ours[len(theirs)]), torch.zeros(0, 0), tolerance, len(theirs), nothing, (stage, name)
+        )
     scale, error = tally.expected_squared**0.5, tally.difference_squared**0.5
     return BufferResult(
         stage,

@@ -28,6 +28,14 @@ DTYPES = {
 }
 
 
+def _is_finite(value: Any) -> bool:
+    """True for a real number that a float holds."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """Everything that fixes what a layer computes, and the sizes of its buffers.
@@ -100,6 +108,9 @@ class MoEConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} is {value!r}, expected an integer of at least 0")
+        for name in (f.name for f in fields(self) if f.type == "bool"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected true or false")
         choices = {
             "activation": ("relu", "gelu", "silu", "clamped_swiglu"),
             "scoring": ("softmax", "sigmoid"),
@@ -112,12 +123,15 @@ class MoEConfig:
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(legal)}")
         for name in ("routed_scaling", "clamp_limit", "clamp_alpha"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a finite number")
+            if not _is_finite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a finite number")
+        if self.clamp_limit <= 0:
+            raise ValueError(f"clamp_limit is {self.clamp_limit}, expected a positive number")
         if self.top_k > self.experts:
             raise ValueError(f"top_k is {self.top_k}, expected at most experts = {self.experts}")
         if self.experts % self.num_groups:
-            legal = [g for g in range(1, self.experts + 1) if self.experts % g == 0]
+            small = [g for g in range(1, math.isqrt(self.experts) + 1) if self.experts % g == 0]
+            legal = sorted({*small, *(self.experts // g for g in small)})
             raise ValueError(
                 f"num_groups is {self.num_groups}, expected a divisor of experts = {self.experts}: {legal}"
             )
@@ -136,9 +150,9 @@ class MoEConfig:
             raise ValueError("interleaved orders the rows of gate_up_proj; it needs gated=True")
         if self.shared_gate and not self.shared_intermediate:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate to its width")
-        if self.capacity_factor is not None and not (math.isfinite(self.capacity_factor) and self.capacity_factor > 0):
+        if self.capacity_factor is not None and not (_is_finite(self.capacity_factor) and self.capacity_factor > 0):
             raise ValueError(
-                f"capacity_factor is {self.capacity_factor}, expected a positive number, or None for dropless"
+                f"capacity_factor is {self.capacity_factor!r}, expected a positive number, or None for dropless"
             )
 
     # --- derived sizes ------------------------------------------------------------------------------------------
@@ -175,10 +189,11 @@ class MoEConfig:
         return self.hidden * self.element_size
 
     def capacity(self, tokens: int) -> int | None:
-        """C = ceil(capacity_factor * S * K / E), None when dropless."""
+        """C = min(ceil(capacity_factor * S * K / E), S * K), None when dropless."""
         if self.capacity_factor is None:
             return None
-        return math.ceil(self.capacity_factor * tokens * self.top_k / self.experts)
+        routes = tokens * self.top_k
+        return math.ceil(min(self.capacity_factor * routes / self.experts, routes))
 
     def slots(self, ranks: int) -> int:
         """X = ceil(E / P), one replica per expert"""

@@ -57,6 +57,9 @@ def compare(
         reason = one.unavailable()
         if reason:
             raise UsageError(f"backend {one.name!r} can't run here: {reason}")
+    if tile_rows is not None and tile_rows < 1:
+        raise UsageError(f"tile_rows is {tile_rows}, expected at least 1")
+    x_SH, routing = layer.check_input(x_SH, routing)
     for stage in (stop_after, start_from):
         if stage is not None and stage not in STAGES:
             raise UsageError(f"unknown stage {stage!r}, expected one of {', '.join(STAGES)}")
@@ -114,9 +117,10 @@ def check(
     """
     config = config or MoEConfig(hidden=64, intermediate=96, experts=8, top_k=2)
     layer = MoELayer(config, seed=seed, device=device)
-    weights = {name: value.detach() for name, value in layer.state_dict().items()}
     name = getattr(function, "__name__", "function")
     report = Report(name, "ref", [], "no case was run")
+    if not kinds or not any(size > 0 for size in sizes):
+        raise UsageError(f"sizes {list(sizes)} and kinds {list(kinds)} leave nothing to test; give one size above 0")
     for kind in kinds:
         for tokens in sizes:
             x_SH = cases.make_tokens(tokens, config, seed + tokens).to(device)
@@ -124,9 +128,12 @@ def check(
             routing = Routing(routing.expert_SK.to(device), routing.weight_SK.to(device))
             with torch.no_grad():
                 expected = layer._backend.forward(layer, [x_SH], [routing])
+                # Copies: a function that writes into what it was given must not change what it is held against.
+                weights = {key: value.detach().clone() for key, value in layer.state_dict().items()}
                 y_SH = function(x_SH.clone(), weights, Routing(routing.expert_SK.clone(), routing.weight_SK.clone()))
-            if not isinstance(y_SH, Tensor):
-                raise UsageError(f"{name} returned {type(y_SH).__name__}, expected a tensor {[tokens, config.hidden]}")
+            got = f"{y_SH.dtype} tensor" if isinstance(y_SH, Tensor) else type(y_SH).__name__
+            if not isinstance(y_SH, Tensor) or y_SH.dtype != config.torch_dtype:
+                raise UsageError(f"{name} returned a {got}, expected a {config.torch_dtype} tensor {list(x_SH.shape)}")
             result = compare_buffer(
                 "combine", "y_SH", Record(y_SH=[y_SH]), expected, (0,), config.torch_dtype, tile_rows
             )
@@ -143,8 +150,9 @@ def check(
 
 def _suspects(y_SH: Tensor, expected_SH: Tensor, routing: Routing, tolerance: float) -> str:
     """Experts that all wrong tokens have in common and no right token has."""
+    # "not <=" rather than ">": a NaN is wrong.
     wrong_S = torch.tensor(
-        [relative_error(a, b) > tolerance for a, b in zip(y_SH, expected_SH, strict=True)], dtype=torch.bool
+        [not relative_error(a, b) <= tolerance for a, b in zip(y_SH, expected_SH, strict=True)], dtype=torch.bool
     )
     ids_SK = routing.expert_SK.cpu()
     if not bool(wrong_S.any()):

@@ -49,8 +49,12 @@ class Routing:
         moved = [None if t is None else t.to(device) for t in (self.logits_SE, self.scores_SE)]
         return Routing(self.expert_SK.to(device), self.weight_SK.to(device), *moved)
 
-    def check(self, config: MoEConfig, tokens: int) -> None:
-        """Raise ValueError or TypeError unless this routes `tokens` tokens of a layer with this config."""
+    def checked(self, config: MoEConfig, tokens: int, device: torch.device) -> Routing:
+        """This routing with int64 ids and fp32 (fp64) weights; looks at no value, so the device is not waited for.
+
+        Raises:
+            TypeError, ValueError: wrong type, shape, dtype or device for `tokens` tokens of the layer.
+        """
         want = (tokens, config.top_k)
         for name, value in (("expert_SK", self.expert_SK), ("weight_SK", self.weight_SK)):
             if not isinstance(value, Tensor):
@@ -59,21 +63,37 @@ class Routing:
                 raise ValueError(
                     f"routing.{name} has shape {list(value.shape)}, expected [tokens, top_k] = {list(want)}"
                 )
-        if self.expert_SK.is_floating_point() or self.expert_SK.dtype == torch.bool:
-            raise TypeError(f"routing.expert_SK is {self.expert_SK.dtype}, expected integers (torch.int64)")
+            if value.device != device:
+                raise ValueError(
+                    f"routing.{name} is on {value.device}, but the tokens are on {device}; move one of them"
+                )
+        if self.expert_SK.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+            raise TypeError(f"routing.expert_SK is {self.expert_SK.dtype}, expected signed integers (torch.int64)")
         if not self.weight_SK.is_floating_point():
             raise TypeError(f"routing.weight_SK is {self.weight_SK.dtype}, expected floating point (torch.float32)")
-        bad = (self.expert_SK < MASKED) | (self.expert_SK >= config.experts)
+        weight_SK = self.weight_SK.to(accumulate_dtype(config.torch_dtype))
+        return Routing(self.expert_SK.long(), weight_SK, self.logits_SE, self.scores_SE)
+
+    def check_values(self, config: MoEConfig) -> None:
+        """Raise ValueError for an id outside [-1, E) or a weight that is not finite; names the first."""
+        expert_SK, weight_SK = self.expert_SK, self.weight_SK.detach()
+        bad = (expert_SK < MASKED) | (expert_SK >= config.experts)
         if bool(bad.any()):
             s, k = (int(i) for i in bad.nonzero()[0])
             raise ValueError(
-                f"routing.expert_SK[{s}, {k}] is {int(self.expert_SK[s, k])}, expected an id in [0, {config.experts}) "
+                f"routing.expert_SK[{s}, {k}] is {int(expert_SK[s, k])}, expected an id in [0, {config.experts}) "
                 "or -1 for a masked route"
             )
-        used = self.expert_SK != MASKED
-        if bool((used & ~self.weight_SK.isfinite()).any()):
-            s, k = (int(i) for i in (used & ~self.weight_SK.isfinite()).nonzero()[0])
-            raise ValueError(f"routing.weight_SK[{s}, {k}] is {float(self.weight_SK[s, k])}, expected a finite weight")
+        bad = (expert_SK != MASKED) & ~weight_SK.isfinite()
+        if bool(bad.any()):
+            s, k = (int(i) for i in bad.nonzero()[0])
+            raise ValueError(f"routing.weight_SK[{s}, {k}] is {float(weight_SK[s, k])}, expected a finite weight")
+
+    def split(self, sizes: list[int]) -> list[Routing]:
+        """One routing for each run of `sizes` tokens."""
+        fields = (self.expert_SK, self.weight_SK, self.logits_SE, self.scores_SE)
+        parts = [[None] * len(sizes) if value is None else value.split(sizes) for value in fields]
+        return [Routing(*values) for values in zip(*parts, strict=True)]
 
 
 def stable_top_k(scores_SE: Tensor, k: int) -> Tensor:
@@ -111,7 +131,7 @@ def gate(
         Routing with expert_SK in order of falling score, weight_SK in fp32 (fp64 for float64 tokens).
 
     Raises:
-        ValueError: a logit is NaN or infinite; names the token and the expert.
+        ValueError: a logit or a selection bias is NaN or infinite; names the token and the expert.
     """
     dtype = accumulate_dtype(x_SH.dtype)
     bias = None if bias_E is None else bias_E.to(dtype)
@@ -128,6 +148,9 @@ def gate(
     choice_SE = logits_SE if config.top_k_order == "before_scores" else scores_SE
     choice_SE = choice_SE.detach()
     if selection_bias_E is not None:
+        if not bool(selection_bias_E.isfinite().all()):
+            e = int((~selection_bias_E.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"selection_bias[{e}] is {float(selection_bias_E[e])}, expected a finite number")
         choice_SE = choice_SE + selection_bias_E.to(dtype)
     if config.num_groups > 1:
         choice_SE = choice_SE.masked_fill(~group_mask(choice_SE, config), float("-inf"))

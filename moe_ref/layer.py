@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.experts import ExpertWeights
 from moe_ref.gate import Routing
+from moe_ref.inputs import compute_dtype, routing_per_rank, tokens_per_rank
 from moe_ref.parameters import Router, SharedExpert, hash_seed
 from moe_ref.placement import Placement
 from moe_ref.stats import LayerStats
@@ -67,6 +69,10 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config is a {type(config).__name__}, expected moe_ref.MoEConfig")
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise UsageError(f"seed is {seed!r}, expected an integer of at least 0")
         self.config = config
         self.world = world if isinstance(world, World) else SimulatedWorld(world)
         self.placement = placement or Placement.contiguous(config.experts, self.world.num_ranks)
@@ -78,6 +84,8 @@ class MoELayer(nn.Module):
         self.world.agree("MoEConfig", json.dumps(config.to_dict(), sort_keys=True))
         self.world.agree("placement", repr(self.placement.ranks_of_expert))
         self.schedule_method = "flow"
+        self.check_plans = False
+        """Debug mode: compare a hash of every plan across ranks (one small collective per forward)."""
         self.planner: Callable[[np.ndarray, Placement], balance.Plan] | None = None
         if len(self.world.local_ranks) == self.world.num_ranks:
             self.held_experts = tuple(range(config.experts))
@@ -108,7 +116,8 @@ class MoELayer(nn.Module):
             if value is not None:
                 generator = torch.Generator().manual_seed(hash_seed(seed, stream))
                 bound = 1 / math.sqrt(fan_in)
-                value.copy_(torch.empty(value.shape).uniform_(-bound, bound, generator=generator))
+                drawn = torch.empty(value.shape, dtype=torch.float32, device="cpu")
+                value.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
         config = self.config
         fill(self.router.weight, config.hidden, 0)
@@ -167,7 +176,9 @@ class MoELayer(nn.Module):
 
     def anchor(self) -> Tensor | None:
         """Keeps every rank in the backward of an exchange; see World.exchange."""
-        return self.router.weight if torch.is_grad_enabled() else None
+        # A leaf of its own, not a parameter: parameters can be frozen on some ranks, or absent.
+        real = len(self.world.local_ranks) < self.world.num_ranks
+        return torch.zeros((), requires_grad=True) if real and torch.is_grad_enabled() else None
 
     # --- stages -------------------------------------------------------------------------------------------------
 
@@ -220,63 +231,33 @@ class MoELayer(nn.Module):
             y shaped like x (a list for a list); with return_stats a pair (y, stats).
 
         Raises:
-            TypeError, ValueError: x or routing have a wrong type, shape, dtype or device, or a logit is not finite.
+            TypeError, ValueError: x or routing have a wrong type, shape, dtype or device, an id is out of range, a
+                logit is not finite, or a rank has more than config.max_tokens tokens.
         """
         whole = x if isinstance(x, Tensor) else None
-        parts = self._per_rank(x)
-        # Under autocast the layer computes in the autocast dtype, as a linear layer would; the gate stays in fp32.
-        kind = parts[0].device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.config.torch_dtype
-        routings = self._routings(routing, parts)
-        with torch.autocast(kind, enabled=False):
+        parts, routings = self.check_input(x, routing)
+        # Under autocast all stages see tokens rounded to the autocast dtype; the gate's own arithmetic stays in fp32.
+        dtype, kind = compute_dtype(self), parts[0].device.type
+        autocast_off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with autocast_off:
             record = self._backend.forward(self, [part.to(dtype) for part in parts], routings)
             assert record.y_SH is not None
             y = torch.cat(record.y_SH).view(whole.shape) if whole is not None else record.y_SH
-            return (y, LayerStats.of(record, self.config)) if return_stats else y
+            return (y, LayerStats.of(record, self.config, dtype)) if return_stats else y
 
-    def _per_rank(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """Check x and return one [S_p, H] per local rank."""
-        config, count = self.config, len(self.world.local_ranks)
-        if isinstance(x, Tensor):
-            if x.dim() == 0 or x.shape[-1] != config.hidden:
-                raise ValueError(f"x has shape {list(x.shape)}, expected [..., hidden] = [..., {config.hidden}]")
-            parts = self.world.split(x.reshape(-1, config.hidden))
-        elif isinstance(x, (list, tuple)) and len(x) == count and all(isinstance(part, Tensor) for part in x):
-            parts = list(x)
-        else:
-            got = f"{len(x)} items" if isinstance(x, (list, tuple)) else type(x).__name__
-            raise TypeError(f"x is {got}, expected a tensor [..., {config.hidden}] or a list of {count} tensors")
-        autocast = torch.is_autocast_enabled(self.router.weight.device.type)
-        for rank, part in zip(self.world.local_ranks, parts, strict=True):
-            at = f"x of rank {rank}" if count > 1 else "x"
-            if part.dim() != 2 or part.shape[1] != config.hidden:
-                raise ValueError(f"{at} has shape {list(part.shape)}, expected [tokens, {config.hidden}]")
-            if part.dtype != config.torch_dtype and not (autocast and part.is_floating_point()):
-                raise TypeError(f"{at} is {part.dtype}, expected {config.torch_dtype}; x.to(layer.config.torch_dtype)")
-            if part.device != self.router.weight.device:
-                raise ValueError(
-                    f"{at} is on {part.device}, but the layer is on {self.router.weight.device}; move one of them"
-                )
-        return parts
+    def check_input(self, x: Any, routing: Any = None) -> tuple[list[Tensor], list[Routing] | None]:
+        """Tokens and routing per local rank, checked; see moe_ref.inputs for what is refused.
 
-    def _routings(self, routing: Any, parts: list[Tensor]) -> list[Routing] | None:
-        """One routing per local rank, or None."""
-        if routing is None:
-            return None
-        if isinstance(routing, Routing):
-            if len(parts) == 1:
-                return [routing]
-            tokens = sum(part.shape[0] for part in parts)
-            routing.check(self.config, tokens)
-            sizes = [part.shape[0] for part in parts]
-            ids, weights = routing.expert_SK.split(sizes), routing.weight_SK.split(sizes)
-            return [Routing(i, w) for i, w in zip(ids, weights, strict=True)]
-        if isinstance(routing, (list, tuple)) and len(routing) == len(parts):
-            for item in routing:
-                if not isinstance(item, Routing):
-                    raise TypeError(f"routing holds {type(item).__name__}, expected moe_ref.Routing")
-            return list(routing)
-        raise TypeError(f"routing is {type(routing).__name__}, expected a moe_ref.Routing or a list of {len(parts)}")
+        On real ranks the refusal of one reaches all, so that nobody waits for rows that will not come.
+        """
+        try:
+            parts = tokens_per_rank(self, x)
+            return parts, routing_per_rank(self, routing, parts)
+        except (TypeError, ValueError):
+            refuse = getattr(self._backend, "refuse", None)
+            if refuse is not None:
+                refuse(self)
+            raise
 
     def extra_repr(self) -> str:
         c = self.config

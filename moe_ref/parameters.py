@@ -5,6 +5,8 @@ Letters: S tokens of a rank, H hidden, E experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,14 @@ class Router(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         selection = torch.zeros(config.experts, device=device) if config.selection_bias else None
         self.register_buffer("selection_bias", selection)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        # .to(bfloat16) and its like move the selection bias but keep it fp32: rounding it would change who is chosen
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.selection_bias = bias.to(self.weight.device)
+        return self
 
 
 class SharedExpert(nn.Module):
@@ -58,5 +68,5 @@ class SharedExpert(nn.Module):
 
 
 def hash_seed(seed: int, stream: int) -> int:
-    """Seed of stream `stream`: distinct streams of distinct seeds don't overlap in practice."""
-    return int(np.random.SeedSequence([seed & 0xFFFFFFFF, stream]).generate_state(1, np.uint64)[0] >> 1)
+    """Seed of stream `stream`: distinct streams of distinct seeds don't overlap in practice; seed >= 0 of any size."""
+    return int(np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0] >> 1)

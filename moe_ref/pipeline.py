@@ -12,6 +12,7 @@ Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P r
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_ref import replay
+from moe_ref.balance.agreement import check_same_plan
 from moe_ref.balance.plan import Plan
 from moe_ref.combine import combine, return_rows
 from moe_ref.dispatch import count_routes, dispatch
@@ -87,7 +89,7 @@ def route(layer: MoELayer, x_SH: Sequence[Tensor], given: Sequence[Routing] | No
             if given is None:
                 routings.append(layer.gate(x))
             else:
-                given[i].check(layer.config, x.shape[0])
+                given[i].check_values(layer.config)
                 routings.append(given[i])
         except (ValueError, TypeError) as error:
             at = f"rank {layer.world.local_ranks[i]}: " if layer.world.num_ranks > 1 else ""
@@ -97,8 +99,27 @@ def route(layer: MoELayer, x_SH: Sequence[Tensor], given: Sequence[Routing] | No
     return routings, problem
 
 
-def exchange_counts(layer: MoELayer, record: Record, before: Sequence[Routing], problem: str) -> None:
-    """All-gather rows per expert (before and after capacity), S and errors; fills the record.
+_HEAD = 3
+"""Integers before the counts of a rank: S, whether it refused its input, a hash of its settings."""
+
+
+def _settings(layer: MoELayer, dtype: torch.dtype) -> int:
+    """Hash of what all ranks must have alike in one forward, or their rows won't fit together."""
+    return zlib.crc32(f"{dtype} {layer.schedule_method}".encode())
+
+
+def refuse(layer: MoELayer) -> None:
+    """Take part in the counts exchange only to say that this rank's input was refused; all other ranks then raise."""
+    world = layer.world
+    if len(world.local_ranks) < world.num_ranks:
+        head = [[0, 1, 0, *[0] * (2 * layer.config.experts)]]
+        world.gather(np.array(head))
+
+
+def exchange_counts(
+    layer: MoELayer, record: Record, before: Sequence[Routing], problem: str, dtype: torch.dtype
+) -> None:
+    """All-gather rows per expert (before and after capacity), S, errors and settings; fills the record.
 
     Raises:
         ValueError: some rank refused its input; every rank raises, so that nobody waits for it.
@@ -107,17 +128,19 @@ def exchange_counts(layer: MoELayer, record: Record, before: Sequence[Routing], 
     experts, world = layer.config.experts, layer.world
     mine = []
     for full, kept in zip(before, record.routing, strict=True):
-        head = [int(full.expert_SK.shape[0]), int(bool(problem))]
-        mine.append(
-            np.concatenate([head, count_routes(full.expert_SK, experts), count_routes(kept.expert_SK, experts)])
-        )
+        head = [int(full.expert_SK.shape[0]), int(bool(problem)), _settings(layer, dtype)]
+        counts = [count_routes(r.expert_SK, experts) for r in (full, kept)]
+        mine.append(np.concatenate([head, *counts]))
     all_PN = world.gather(np.stack(mine))
     refused = np.flatnonzero(all_PN[:, 1])
     if len(refused):
         raise ValueError(problem or f"rank {int(refused[0])} refused its input; its own message says why")
+    others = np.flatnonzero(all_PN[:, 2] != all_PN[0, 2])
+    if len(others):
+        raise ValueError(f"ranks {others.tolist()} run with another dtype (autocast?) or schedule_method than rank 0")
     record.tokens_P = all_PN[:, 0]
-    record.before_PE = all_PN[:, 2 : 2 + experts]
-    record.counts_PE = all_PN[:, 2 + experts :]
+    record.before_PE = all_PN[:, _HEAD : _HEAD + experts]
+    record.counts_PE = all_PN[:, _HEAD + experts :]
 
 
 def make_layout(layer: MoELayer, plan: Plan, tokens_P: np.ndarray) -> Layout:
@@ -208,14 +231,16 @@ def run(
     memory = replay.active()
     if memory is None or not memory.recall(record, layer, problem):
         with _timed(record, "counts", device):
-            exchange_counts(layer, record, before, problem)
+            exchange_counts(layer, record, before, problem, x_SH[0].dtype)
         assert record.counts_PE is not None
         assert record.tokens_P is not None
         if last == 1:
             return record
         with _timed(record, "plan", device):
             record.plan = layer.make_plan(record.counts_PE)
-            record.layout = make_layout(layer, record.plan, record.tokens_P)
+            if layer.check_plans:
+                check_same_plan(record.plan, world.gather_text)
+        record.layout = make_layout(layer, record.plan, record.tokens_P)
         if memory is not None:
             memory.keep(record)
     if last <= 2:

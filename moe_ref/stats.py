@@ -43,8 +43,8 @@ class LayerStats:
         return float(self.rank_load.max()) / mean if mean else 1.0
 
     @classmethod
-    def of(cls, record: Record, config: MoEConfig) -> LayerStats:
-        """Statistics of a forward of a layer with this config."""
+    def of(cls, record: Record, config: MoEConfig, dtype: torch.dtype) -> LayerStats:
+        """Statistics of a forward of a layer with this config that computed in `dtype`."""
         assert record.counts_PE is not None
         assert record.before_PE is not None
         assert record.plan is not None
@@ -52,6 +52,7 @@ class LayerStats:
         assert record.tokens_P is not None
         sizes_PG = record.plan.quota_by_slot().sum(axis=2)
         total, local = int(sizes_PG.sum()), int(sizes_PG.trace())
+        row_bytes = config.hidden * dtype.itemsize
         load_E = torch.from_numpy(record.before_PE.sum(axis=0))
         losses: dict[str, Tensor | None] = {"balance": None, "z": None}
         if all(r.scores_SE is not None for r in record.routing):
@@ -69,8 +70,8 @@ class LayerStats:
             rank_load=sizes_PG.sum(axis=0),
             tokens_per_rank=record.tokens_P,
             dropped=int(record.before_PE.sum() - record.counts_PE.sum()),
-            bytes_local=local * config.row_bytes,
-            bytes_remote=(total - local) * config.row_bytes,
+            bytes_local=local * row_bytes,
+            bytes_remote=(total - local) * row_bytes,
             balance_loss=losses["balance"],
             z_loss=losses["z"],
             record=record,

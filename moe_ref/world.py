@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ref.environment import local_rank_from_environment, rank_from_environment, world_size_from_environment
 from moe_ref.errors import UsageError
 
 
@@ -47,8 +48,15 @@ class World(ABC):
         """
 
     @abstractmethod
+    def gather_text(self, value: str) -> list[str]:
+        """Every process' string, in rank order."""
+
     def agree(self, what: str, value: str) -> None:
         """Raise UsageError on every rank unless all ranks hold the same `value`."""
+        values = self.gather_text(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UsageError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
 
     def gather_flags(self, flag: bool) -> list[int]:
         """Ranks whose process raised `flag`, the same list on every rank."""
@@ -80,8 +88,8 @@ class SimulatedWorld(World):
         parts = [part.split(sizes.tolist()) for part, sizes in zip(rows, sizes_PG, strict=True)]
         return [torch.cat([sent[g] for sent in parts]) for g in range(self.num_ranks)]
 
-    def agree(self, what: str, value: str) -> None:
-        return None
+    def gather_text(self, value: str) -> list[str]:
+        return [value]
 
     def __repr__(self) -> str:
         return f"SimulatedWorld(ranks={self.num_ranks})"
@@ -123,7 +131,8 @@ class DistributedWorld(World):
                     f"{', '.join(missing)} not set; start with `torchrun --nproc-per-node N -m moe_ref ...`, "
                     "or use a simulated world (--ranks N without torchrun)"
                 )
-            local = int(os.environ.get("LOCAL_RANK", "0"))
+            rank_from_environment()  # refuses what is no number, before torch does it less clearly
+            local = local_rank_from_environment()
             on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
             if on_gpu:
                 torch.cuda.set_device(local)
@@ -151,12 +160,10 @@ class DistributedWorld(World):
         assert isinstance(received, Tensor)
         return [received]
 
-    def agree(self, what: str, value: str) -> None:
+    def gather_text(self, value: str) -> list[str]:
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self.group)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise UsageError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+        return values
 
     def __repr__(self) -> str:
         return f"DistributedWorld(rank={self.rank}, ranks={self.num_ranks}, backend={dist.get_backend(self.group)!r})"
@@ -199,11 +206,11 @@ def world_for(ranks: int | None, default: int) -> tuple[World, torch.device]:
     Raises:
         UsageError: `ranks` contradicts torchrun's world, or is below 1.
     """
-    size = os.environ.get("WORLD_SIZE")
+    size = world_size_from_environment()
     if size is None:
         world: World = SimulatedWorld(default if ranks is None else ranks)
     else:
-        if ranks is not None and ranks != int(size):
+        if ranks is not None and ranks != size:
             raise UsageError(f"--ranks is {ranks}, but torchrun started {size} processes; leave --ranks out")
         world = DistributedWorld.from_environment()
     return world, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_ref import DistributedWorld, MoEConfig, MoELayer, Placement, cases
+from moe_ref import DistributedWorld, MoEConfig, MoELayer, Placement, Routing, cases
 
 
 def logical_gradients(layer: MoELayer) -> dict[str, dict[int, np.ndarray]]:
@@ -88,3 +88,60 @@ def checkpoint_round_trip(rank: int) -> np.ndarray:
     layer.load_logical_state_dict(whole.state_dict())
     with torch.no_grad():
         return layer(cases.make_tokens(9, config, rank)).numpy()
+
+
+def refused(rank: int) -> list[str]:
+    """Rank 1 is given what is refused at the border, in several ways; every rank must raise each time."""
+    config = MoEConfig(hidden=8, intermediate=8, experts=4, top_k=1, capacity_factor=2.0, max_tokens=9)
+    layer = MoELayer(config, world=DistributedWorld())
+    good = (torch.zeros(3, 8), Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)))
+    bad: list[tuple[Any, Any]] = [
+        (torch.zeros(3, 7), None),
+        (torch.zeros(3, 8, dtype=torch.float64), None),
+        (torch.zeros(10, 8), None),
+        (good[0], Routing(torch.zeros(3, 1, dtype=torch.uint8), torch.ones(3, 1))),
+        (good[0], Routing(torch.full((3, 1), 4), torch.ones(3, 1))),
+        (good[0], "no routing"),
+    ]
+    messages = []
+    for x, routing in bad:
+        mine = (x, routing) if rank == 1 else (good[0], None if routing is None else good[1])
+        try:
+            layer(*mine)
+            messages.append("no error")
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
+    y = layer(*good)  # and the world still works
+    return [*messages, f"{tuple(y.shape)}"]
+
+
+def different_settings(rank: int) -> str:
+    """Rank 1 runs under autocast, the others don't."""
+    layer = MoELayer(MoEConfig(hidden=8, intermediate=8, experts=4, top_k=1), world=DistributedWorld())
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+            layer(torch.zeros(3, 8))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def frozen_router(rank: int) -> list[bool]:
+    """More ranks than experts, router frozen, tokens need a gradient on rank 0 only: the backward must not wait."""
+    layer = MoELayer(MoEConfig(hidden=8, intermediate=8, experts=2, top_k=1), world=DistributedWorld())
+    layer.router.requires_grad_(False)
+    x = cases.make_tokens(5, layer.config, rank).requires_grad_(rank == 0)
+    layer(x).sum().backward()
+    return [x.grad is not None, layer.down_proj.grad is not None]
+
+
+def second_derivative(rank: int) -> np.ndarray:
+    """Gradient of the squared norm of the gradient, through two exchanges."""
+    config = MoEConfig(hidden=6, intermediate=5, experts=4, top_k=2, dtype="float64", activation="gelu")
+    layer = MoELayer(config, world=DistributedWorld(), seed=3)
+    layer.check_plans = True
+    x = cases.make_tokens(7, config, rank).requires_grad_()
+    routing = cases.make_routing("uniform", 7, config, rank)
+    (first,) = torch.autograd.grad(layer(x, routing=routing).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    return second.numpy()

@@ -47,9 +47,20 @@ def test_round_trip() -> None:
         ({"capacity_factor": -1.0}, "capacity_factor is -1.0, expected a positive number"),
         ({"capacity_factor": float("nan")}, "capacity_factor is nan"),
         ({"routed_scaling": float("inf")}, "routed_scaling is inf, expected a finite number"),
+        ({"routed_scaling": "2"}, "routed_scaling is '2', expected a finite number"),
+        ({"routed_scaling": 10**400}, "routed_scaling is 1000"),
+        ({"gated": "false"}, "gated is 'false', expected true or false"),
+        ({"capacity_factor": True}, "capacity_factor is True, expected a positive number"),
+        ({"clamp_limit": -1.0}, "clamp_limit is -1.0, expected a positive number"),
+        ({"experts": 10**15, "num_groups": 7}, "num_groups is 7, expected a divisor of experts"),
         ({"max_tokens": -1}, "max_tokens is -1"),
     ],
 )
 def test_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         BASE.replace(**changes)
+
+
+@pytest.mark.parametrize("factor", [1e12, 1e300, 1e308])
+def test_capacity_is_at_most_all_routes(factor: float) -> None:
+    assert BASE.replace(capacity_factor=factor).capacity(100) == 800

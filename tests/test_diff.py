@@ -114,6 +114,62 @@ def test_shapes_and_nan_are_differences() -> None:
     assert not missing.ok
 
 
+def result(actual: list, expected: list):
+    a, b = Record(y_SH=[torch.tensor(actual)]), Record(y_SH=[torch.tensor(expected)])
+    return compare_buffer("combine", "y_SH", a, b, (0,), torch.float32, 16)
+
+
+def test_what_is_not_finite_must_be_the_same() -> None:
+    inf, nan = float("inf"), float("nan")
+    assert result([[inf, 1.0]], [[inf, 1.0]]).ok
+    assert result([[nan, 1.0]], [[nan, 1.0]]).ok
+    for wrong in ([[0.0, 1.0]], [[nan, 1.0]], [[-inf, 1.0]], [[inf, 100.0]]):
+        assert not result(wrong, [[inf, 1.0]]).ok
+    big = compare_buffer(
+        "combine",
+        "y_SH",
+        Record(y_SH=[torch.tensor([[1e200, 3e200]], dtype=torch.float64)]),
+        Record(y_SH=[torch.tensor([[1e200, 1e200]], dtype=torch.float64)]),
+        (0,),
+        torch.float64,
+        16,
+    )
+    assert big is not None
+    assert not big.ok, "squares of 1e200 overflow; the comparison must not"
+
+
+def test_zeros_of_different_sign_are_different_bits() -> None:
+    assert result([[-0.0]], [[0.0]]).ok
+    assert not result([[-0.0]], [[0.0]]).bit_equal
+    moved = compare_buffer(
+        "dispatch",
+        "rows_NH",
+        Record(rows_NH=[torch.tensor([[-0.0]])]),
+        Record(rows_NH=[torch.tensor([[0.0]])]),
+        (0,),
+        torch.float32,
+        16,
+    )
+    assert moved is not None
+    assert not moved.ok
+
+
+def test_results_of_ranks_that_do_not_exist() -> None:
+    two, one = Record(y_SH=[torch.ones(1, 1)] * 2), Record(y_SH=[torch.ones(1, 1)])
+    outcome = compare_buffer("combine", "y_SH", two, one, (0,), torch.float32, 16)
+    assert outcome is not None
+    assert not outcome.ok
+
+
+def test_inputs_of_a_comparison_are_checked(job) -> None:
+    layer, xs = job
+    for wrong in (xs[0].double(), xs[:2], [*xs, xs[0]], [xs[0][:, :3]] * 3):
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            compare("ref", "ref", layer, wrong)
+    with pytest.raises(UsageError, match="tile_rows is 0, expected at least 1"):
+        compare("ref", "ref", layer, xs, tile_rows=0)
+
+
 # --- foreign functions ---------------------------------------------------------------------------------------------
 
 
@@ -153,5 +209,34 @@ def test_a_wrong_function_is_found(wrong: str) -> None:
 
 
 def test_a_function_that_returns_nothing() -> None:
-    with pytest.raises(UsageError, match="returned NoneType, expected a tensor"):
+    with pytest.raises(UsageError, match=r"returned a NoneType, expected a torch.float32 tensor"):
         check(lambda x, weights, routing: None)
+
+
+def test_a_function_that_spoils_what_it_was_given() -> None:
+    def spoil(x, weights, routing):
+        for value in weights.values():
+            value.zero_()
+        return torch.zeros_like(x)
+
+    assert not check(spoil).ok
+
+
+def test_a_check_of_nothing_is_refused() -> None:
+    for nothing in ({"sizes": ()}, {"sizes": (0,)}, {"kinds": ()}):
+        with pytest.raises(UsageError, match="leave nothing to test"):
+            check(loop, **nothing)
+
+
+def test_a_wrong_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"returned a torch.float64 tensor, expected a torch.float32 tensor"):
+        check(lambda x, weights, routing: x.double())
+
+
+def test_nan_of_one_expert_is_blamed_on_it() -> None:
+    def poisoned(x, weights, routing):
+        y = loop(x, weights, routing)
+        y[(routing.expert_SK == 3).any(dim=1)] = float("nan")
+        return y
+
+    assert "routed to expert 3" in check(poisoned).note

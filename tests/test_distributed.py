@@ -88,6 +88,42 @@ def test_checkpoint_of_all_experts(one_thread, same_rows) -> None:
         same_rows(torch.from_numpy(got), want)
 
 
+def test_every_refusal_reaches_every_rank() -> None:
+    messages = run_ranks(rank_jobs.refused, 2)
+    assert messages[0] == ["rank 1 refused its input; its own message says why"] * 6 + ["(3, 8)"]
+    expected = (
+        "x has shape [3, 7]",
+        "is torch.float64",
+        "has 10 tokens",
+        "torch.uint8",
+        "is 4, expected an id",
+        "is str",
+    )
+    assert all(text in message for text, message in zip(expected, messages[1], strict=False))
+
+
+def test_settings_must_agree() -> None:
+    messages = run_ranks(rank_jobs.different_settings, 2)
+    assert all("ranks [1] run with another dtype (autocast?)" in message for message in messages)
+
+
+def test_a_backward_that_some_ranks_do_not_need() -> None:
+    assert run_ranks(rank_jobs.frozen_router, 3) == [[True, True], [False, True], [False, False]]
+
+
+def test_second_derivative() -> None:
+    results = run_ranks(rank_jobs.second_derivative, 2)
+    config = MoEConfig(hidden=6, intermediate=5, experts=4, top_k=2, dtype="float64", activation="gelu")
+    layer = MoELayer(config, world=2, seed=3)
+    xs = [cases.make_tokens(7, config, rank).requires_grad_() for rank in range(2)]
+    routing = [cases.make_routing("uniform", 7, config, rank) for rank in range(2)]
+    loss = sum(y.square().sum() for y in layer(xs, routing=routing))
+    first = torch.autograd.grad(loss, xs, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), xs)
+    for got, want in zip(results, second, strict=True):
+        assert relative_error(torch.from_numpy(got), want) <= 1e-12
+
+
 def test_without_a_process_group() -> None:
     with pytest.raises(UsageError, match=r"not initialised; start the program with torchrun"):
         DistributedWorld()

@@ -200,7 +200,8 @@ def test_replicas_change_no_bit(one_thread, same_rows) -> None:
         (torch.zeros(3, 31), r"x has shape \[3, 31\], expected \[..., hidden\] = \[..., 32\]"),
         (torch.zeros(3, 32, dtype=torch.float64), "x is torch.float64, expected torch.float32"),
         (torch.zeros(3, 32, dtype=torch.int64), "x is torch.int64, expected torch.float32"),
-        ([torch.zeros(3, 32), torch.zeros(3, 32)], "x is 2 items, expected a tensor"),
+        ([torch.zeros(3, 32), torch.zeros(3, 32)], "x is a list of 2 items, expected a tensor"),
+        ([3], "x is a list of 1 items, one a int, expected a tensor"),
         ("text", "x is str, expected a tensor"),
         (torch.zeros(3, 32, device="meta"), "x is on meta, but the layer is on cpu"),
     ],
@@ -217,7 +218,7 @@ def test_bad_input(x, message: str) -> None:
         ([[-2, 0]], [[1.0, 1.0]], r"expert_SK\[0, 0\] is -2"),
         ([[0]], [[1.0]], r"expert_SK has shape \[1, 1\], expected \[tokens, top_k\] = \[1, 2\]"),
         ([[0, 1]], [[1.0, float("nan")]], r"weight_SK\[0, 1\] is nan, expected a finite weight"),
-        ([[0.0, 1.0]], [[1.0, 1.0]], "expert_SK is torch.float32, expected integers"),
+        ([[0.0, 1.0]], [[1.0, 1.0]], "expert_SK is torch.float32, expected signed integers"),
     ],
 )
 def test_bad_routing(ids, weights, message: str) -> None:
@@ -239,3 +240,77 @@ def test_bad_worlds_and_placements() -> None:
         SimulatedWorld(0)
     with pytest.raises(UsageError, match="placement is for 8 experts on 2 ranks, expected 8 experts on 4"):
         MoELayer(BASE, world=4, placement=Placement.contiguous(8, 2))
+
+
+def test_routing_is_checked_at_the_border() -> None:
+    x, ones = torch.zeros(1, 32), torch.ones(1, 2)
+    for layer in (MoELayer(BASE), MoELayer(BASE.replace(capacity_factor=1.0))):
+        exact = layer(x, routing=Routing(torch.tensor([[0, 1]]), ones))
+        for dtype in (torch.int8, torch.int16, torch.int32):
+            assert torch.equal(layer(x, routing=Routing(torch.tensor([[0, 1]], dtype=dtype), ones)), exact)
+    with pytest.raises(TypeError, match=r"expert_SK is torch.uint8, expected signed integers"):
+        MoELayer(BASE)(x, routing=Routing(torch.zeros(1, 2, dtype=torch.uint8), ones))
+    with pytest.raises(ValueError, match=r"expert_SK is on meta, but the tokens are on cpu"):
+        MoELayer(BASE)(x, routing=Routing(torch.zeros(1, 2, dtype=torch.int64, device="meta"), ones))
+    with pytest.raises(ValueError, match=r"weight_SK\[0, 0\] is inf, expected a finite weight"):
+        MoELayer(BASE)(x, routing=Routing(torch.tensor([[0, 1]]), torch.full((1, 2), 1e300, dtype=torch.float64)))
+
+
+def test_more_tokens_than_the_buffers_are_sized_for() -> None:
+    layer = MoELayer(BASE.replace(max_tokens=4), world=2)
+    assert layer([torch.zeros(4, 32), torch.zeros(0, 32)])[0].shape == (4, 32)
+    with pytest.raises(ValueError, match=r"x of rank 1 has 5 tokens, but buffers are sized for 4; raise MoEConfig"):
+        layer([torch.zeros(4, 32), torch.zeros(5, 32)])
+
+
+def test_a_layer_that_was_cast_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"parameters are torch.float16 but its config says torch.float32; build"):
+        MoELayer(BASE).half()(torch.zeros(1, 32, dtype=torch.float16))
+
+
+def test_autocast_leaves_float64_alone_and_counts_its_bytes() -> None:
+    layer = MoELayer(BASE.replace(dtype="float64"), world=2)
+    x = cases.make_tokens(10, layer.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), layer(x.clone()))
+        assert layer(x).dtype == torch.float64
+        _, stats = MoELayer(BASE, world=2)(x.float(), return_stats=True)
+    assert stats.bytes_local + stats.bytes_remote == 10 * 2 * 32 * 2, "bf16 rows have two bytes an element"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_selection_bias_that_is_not_finite(value: float) -> None:
+    layer = MoELayer(BASE.replace(selection_bias=True, scoring="sigmoid"))
+    layer.router.selection_bias[3] = value
+    with pytest.raises(ValueError, match=r"selection_bias\[3\] is .*expected a finite number"):
+        layer(torch.zeros(1, 32))
+
+
+def test_the_selection_bias_stays_fp32() -> None:
+    layer = MoELayer(BASE.replace(selection_bias=True))
+    layer.router.selection_bias.fill_(1.0 + 2**-12)
+    assert layer.bfloat16().router.selection_bias.dtype == torch.float32
+    assert float(layer.router.selection_bias[0]) == 1.0 + 2**-12
+
+
+def test_seeds() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        other = MoELayer(BASE, seed=1)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(other.down_proj, MoELayer(BASE, seed=1).down_proj)
+    assert not torch.equal(MoELayer(BASE, seed=2**32).down_proj, MoELayer(BASE, seed=0).down_proj)
+    for seed in (-1, 1.5, None):
+        with pytest.raises(UsageError, match=r"seed is .*, expected an integer of at least 0"):
+            MoELayer(BASE, seed=seed)
+
+
+def test_losses_of_a_routing_that_the_gate_made() -> None:
+    layer = MoELayer(BASE, world=2)
+    x = cases.make_tokens(21, BASE)
+    _, own = layer(x, return_stats=True)
+    _, given = layer(x, routing=layer.gate(x), return_stats=True)
+    assert given.balance_loss.item() == pytest.approx(own.balance_loss.item())
+    assert given.z_loss.item() == pytest.approx(own.z_loss.item())

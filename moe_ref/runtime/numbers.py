@@ -70,7 +70,7 @@ def plan_call(
         raise ValueError(f"x of {len(x_SH)} ranks was given, the layer's simulated world has {ranks}")
     full = [layer.gate(x) for x in x_SH] if routing is None else list(routing)
     for x, r in zip(x_SH, full, strict=True):
-        r.check(config, x.shape[0])
+        r.checked(config, x.shape[0], x.device).check_values(config)
     kept = tuple(keep_within_capacity(r, config)[0] for r in full)
     ids = [r.expert_SK.cpu().numpy() for r in kept]
     plan = layer.make_plan(np.stack([count_experts(i, config.experts) for i in ids]))
