@@ -149,7 +149,7 @@ class Noise:
     """What real machines add. All of it is drawn from the seed.
 
     Attributes:
-        jitter: relative spread (log-normal sigma) of every task's and every message's duration.
+        jitter: relative spread (log-normal sigma) of the duration of every task, put and operation.
         launch_jitter_us: ranks start up to this much apart.
         straggler: rank whose tasks take `slowdown` times as long; -1 for none.
         seed: of the generator.
@@ -162,8 +162,8 @@ class Noise:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.jitter <= 5:
-            raise ValueError(f"jitter is {self.jitter}, expected 0 (none) to 5")
+        if not 0 <= self.jitter <= 2:
+            raise ValueError(f"jitter is {self.jitter}, expected 0 (none) to 2 (a factor of 7 is common)")
         if self.launch_jitter_us < 0 or self.slowdown < 1:
             raise ValueError("launch_jitter_us must be at least 0 and slowdown at least 1")
 
@@ -254,6 +254,7 @@ PRESETS: dict[str, Machine] = {
     "h200-8": _H200.replace(name="h200-8", gpus=8),
     "h100-8": _H200.replace(name="h100-8", gpus=8, **_H100),
     "h100-8x8": _H200.replace(name="h100-8x8", gpus=64, **_H100),
+    "h100-8x64": _H200.replace(name="h100-8x64", gpus=512, **_H100),
     "a100-8": _H200.replace(name="a100-8", gpus=8, **_A100),
 }
 """Machines by name. Only h200-2 was measured; the others are scaled from it by data sheets, as said above."""

@@ -110,7 +110,7 @@ class Transport(Protocol):
 
 
 class Data:
-    """What puts carry and tasks compute; this one moves nothing (timing only). Subclasses override all of it."""
+    """What puts carry and tasks compute; this one moves nothing (timing only)."""
 
     def counts_payload(self, epoch: int, source: int) -> Any:
         """What a CountsPut carries."""

@@ -237,10 +237,10 @@ Task = Dispatch | Gemm0 | Gemm1 | Combine
 
 def check_fields(slots: int, row_tiles: int, column_tiles: int) -> None:
     """Raise ValueError if a layer has more slots (or ranks), row tiles or column tiles than a task word can name."""
-    for name, value, bits in (
-        ("expert slots or ranks", slots, SLOT_BITS),
-        ("row tiles", row_tiles, ROW_BITS),
-        ("column tiles", column_tiles, COLUMN_BITS),
+    for name, value, bits, remedy in (
+        ("expert slots or ranks", slots, SLOT_BITS, "spread the experts over more ranks"),
+        ("row tiles", row_tiles, ROW_BITS, "use larger tiles"),
+        ("column tiles", column_tiles, COLUMN_BITS, "use larger tiles"),
     ):
         if value > 1 << bits:
-            raise ValueError(f"{value} {name}, but a task word can name at most {1 << bits}; use larger tiles")
+            raise ValueError(f"{value} {name}, but a task word can name at most {1 << bits}; {remedy}")

@@ -150,6 +150,8 @@ def test_the_papers_figures(capsys, tmp_path, monkeypatch):
         (["simulate", "--seed", "-1"], "--seed is -1"),
         (["simulate", "--straggler", "8"], "--straggler is 8"),
         (["simulate", "--jitter", "nan"], "finite"),
+        (["simulate", "--jitter", "3"], "jitter is 3.0, expected 0"),
+        (["simulate", "--experts", "40000", "--tokens", "4"], "more ranks"),
         (["simulate", "--skew", "nan"], "skew is nan"),
         (["simulate", "--capacity-factor", "0"], "capacity_factor is 0"),
         (["simulate", "--records", "/nowhere.json"], "can't be read"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ref.balance import schedule
 from moe_ref.config import MoEConfig
 from moe_ref.definition import relative_error
 from moe_ref.gate import Routing
@@ -92,7 +91,6 @@ def test_replicas_where_a_plan_is_given(layout):
     layer = MoELayer(config, world=3, placement=Placement.from_replicas(owners, 3))
     assert layer.placement.max_replicas == 3
     assert _compare(layer, [_tokens([40, 3, 11], config, e) for e in range(2)])[0] <= 1e-13
-    assert schedule is not None
 
 
 def test_sixteen_bit_layers_round_as_the_reference_does():
@@ -110,7 +108,7 @@ def test_bits_do_not_depend_on_the_order_of_messages(layout):
     first, _ = run_layer(layer, calls, machine("h200-8"), processors=2)
     differing = 0
     for seed in range(6):
-        noise = Noise(jitter=2.0, launch_jitter_us=50.0, straggler=seed % 3, slowdown=4.0, seed=seed)
+        noise = Noise(jitter=1.5, launch_jitter_us=50.0, straggler=seed % 3, slowdown=4.0, seed=seed)
         again, run = run_layer(layer, calls, machine("h200-8"), noise, processors=1 + seed)
         differing += sum(
             not torch.equal(a, b) for y, z in zip(first, again, strict=True) for a, b in zip(y, z, strict=True)
