@@ -43,9 +43,9 @@ def test_a_construction_for_every_legal_size(ranks: int) -> None:
 
 def test_the_largest_size_takes_less_than_two_seconds() -> None:
     for replicas in (2, 3, 4, 8):
-        start = time.perf_counter()
+        start = time.process_time()
         symmetric(64, 256, replicas)
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
