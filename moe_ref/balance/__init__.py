@@ -2,9 +2,11 @@
 
 # The placement package comes first: its modules use the flow, whose modules need nothing but `Placement`.
 import moe_ref.placement  # noqa: F401  # isort: skip
+from moe_ref.balance.agreement import check_same_plan
 from moe_ref.balance.checks import SolverError
 from moe_ref.balance.flow import ReplicaLoads
+from moe_ref.balance.overlap import PlanWorker
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.schedule import replica_loads, schedule
 
-__all__ = ["Plan", "ReplicaLoads", "SolverError", "replica_loads", "schedule"]
+__all__ = ["Plan", "PlanWorker", "ReplicaLoads", "SolverError", "check_same_plan", "replica_loads", "schedule"]
