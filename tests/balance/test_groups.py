@@ -46,12 +46,13 @@ def test_groups_cost_balance_where_ranks_differ() -> None:
     assert whole.is_optimal
 
 
-def test_the_certificate_is_that_of_the_busiest_group() -> None:
+@pytest.mark.parametrize("first", [0, 4])
+def test_the_certificate_is_that_of_the_busiest_group(first: int) -> None:
     world = repeat_placement(symmetric(4, 16, 2).placement, 2)
     counts = np.ones((8, 16), dtype=np.int64)
-    counts[4:, 3] = 1000
+    counts[first : first + 4, 3] = 1000
     plan = schedule(counts, world, group_size=4)
-    assert plan.certificate == {4 + rank for rank in symmetric(4, 16, 2).placement.ranks_of_expert[3]}
+    assert plan.certificate == {first + rank for rank in symmetric(4, 16, 2).placement.ranks_of_expert[3]}
 
 
 def test_replica_numbers_of_the_world() -> None:
