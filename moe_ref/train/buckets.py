@@ -92,12 +92,12 @@ class Bucket:
 
     def gradients(self) -> Tensor:
         """All pieces' gradients, [N] in `dtype`; zeros where there is none (nothing reached the parameter)."""
-        parts = []
-        for piece in self.pieces:
+        first = self.pieces[0].data
+        flat = torch.empty(self.size, dtype=self.dtype, device=first.device)
+        for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
             gradient = piece.gradient
-            zeros = torch.zeros_like(piece.data, dtype=self.dtype)
-            parts.append((zeros if gradient is None else gradient.to(self.dtype)).reshape(-1))
-        return torch.cat(parts)
+            part.zero_() if gradient is None else part.copy_(gradient.reshape(-1))
+        return flat
 
 
 def expert_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:

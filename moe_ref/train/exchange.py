@@ -26,38 +26,50 @@ from moe_ref.train.buckets import Bucket
 from moe_ref.world import DistributedWorld, World, all_gather
 
 Messages = dict[int, list[Tensor]]
-"""Per neighbour the tensors to send or to fill, contiguous, in the global order of buckets."""
+"""Per neighbour the tensors for it, in the global order of buckets; or what it sends, by tensors of that kind."""
 
 
-def swap(world: World, send: Messages, receive: Messages) -> None:
-    """Send and receive everything; `receive`'s tensors are filled. Empty messages are not sent."""
-    sizes = {peer: sum(t.numel() * t.element_size() for t in tensors) for peer, tensors in receive.items()}
+def swap(world: World, send: Messages, like: Messages) -> Messages:
+    """Send and receive everything at once; empty messages are not sent.
+
+    Args:
+        send: what each neighbour gets.
+        like: for each neighbour tensors of the shapes and dtypes that it sends (their values don't matter).
+
+    Returns:
+        What has arrived, as `like`.
+    """
+    sizes = {peer: [t.numel() * t.element_size() for t in tensors] for peer, tensors in like.items()}
     outgoing = {peer: _bytes(tensors) for peer, tensors in send.items()}
     operations, landed = [], {}
-    if not any(sizes.values()) and not any(value.numel() for value in outgoing.values()):
-        return
-    assert isinstance(world, DistributedWorld)
-    for peer in sorted(set(send) | set(receive)):
+    for peer in sorted(set(send) | set(like)):
+        assert isinstance(world, DistributedWorld), "a simulated world has no neighbours"
         where = peer if world.group is None else dist.get_global_rank(world.group, peer)
         if peer in outgoing and outgoing[peer].numel():
             operations.append(dist.P2POp(dist.isend, outgoing[peer], where, world.group))
-        if sizes.get(peer):
-            like = receive[peer][0]
-            landed[peer] = torch.empty(sizes[peer], dtype=torch.uint8, device=like.device)
-            operations.append(dist.P2POp(dist.irecv, landed[peer], where, world.group))
-    for request in dist.batch_isend_irecv(operations):
+        if peer in like:
+            landed[peer] = torch.empty(sum(sizes[peer]), dtype=torch.uint8, device=like[peer][0].device)
+            if landed[peer].numel():
+                operations.append(dist.P2POp(dist.irecv, landed[peer], where, world.group))
+    for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
-    for peer, raw in landed.items():
-        parts = raw.split([t.numel() * t.element_size() for t in receive[peer]])
-        for target, part in zip(receive[peer], parts, strict=True):
-            # A message may put 8-byte numbers behind 4-byte ones: copy the bytes, a view would need alignment.
-            target.view(-1).view(torch.uint8).copy_(part)
+    return {
+        peer: [_typed(part, t) for part, t in zip(raw.split(sizes[peer]), like[peer], strict=True)]
+        for peer, raw in landed.items()
+    }
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:
     """All tensors as one run of bytes: bits arrive as they were sent, and gloo knows few dtypes."""
     parts = [t.reshape(-1).view(torch.uint8) for t in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _typed(part: Tensor, like: Tensor) -> Tensor:
+    """Bytes as numbers; copied only where a message put 8-byte numbers at an address that is no multiple of 8."""
+    if part.storage_offset() % like.element_size():
+        part = part.clone()
+    return part.view(like.dtype).view(like.shape)
 
 
 def sum_buckets(world: World, buckets: Sequence[Bucket], mine: Sequence[Tensor], sharded: bool) -> list[Tensor]:
@@ -65,41 +77,31 @@ def sum_buckets(world: World, buckets: Sequence[Bucket], mine: Sequence[Tensor],
 
     Args:
         buckets: of this rank, in the global order.
-        mine: this rank's contribution to each, [N], contiguous.
+        mine: this rank's contribution to each, [N], contiguous; may be overwritten.
         sharded: return this rank's part of the sums only.
 
     Returns:
         Per bucket the sum, [N], or [part] if sharded; bit-identical on all replicas.
     """
     send: Messages = {}
-    receive: Messages = {}
-    others: list[dict[int, Tensor]] = []
+    like: Messages = {}
     for bucket, flat in zip(buckets, mine, strict=True):
-        own = bucket.bounds(bucket.place) if _in_parts(bucket, sharded) else slice(0, bucket.size)
-        arriving = {}
-        for place, rank in enumerate(bucket.ranks):
-            if place == bucket.place:
-                continue
-            part = bucket.bounds(place) if _in_parts(bucket, sharded) else slice(0, bucket.size)
-            send.setdefault(rank, []).append(flat[part])
-            arriving[place] = torch.empty_like(flat[own])
-            receive.setdefault(rank, []).append(arriving[place])
-        others.append(arriving)
-    swap(world, send, receive)
+        for place, rank in _others(bucket):
+            send.setdefault(rank, []).append(flat[_part(bucket, place, sharded)])
+            like.setdefault(rank, []).append(flat[_part(bucket, bucket.place, sharded)])
+    arrived = {peer: iter(tensors) for peer, tensors in swap(world, send, like).items()}
 
     sums = []
-    for bucket, flat, arrived in zip(buckets, mine, others, strict=True):
-        if len(bucket.ranks) == 1:
-            sums.append(flat)
-            continue
-        arrived[bucket.place] = flat[bucket.bounds(bucket.place)] if _in_parts(bucket, sharded) else flat
-        total = arrived[0].clone()
+    for bucket, flat in zip(buckets, mine, strict=True):
+        addends = {place: next(arrived[rank]) for place, rank in _others(bucket)}
+        addends[bucket.place] = flat[_part(bucket, bucket.place, sharded)]
+        total = addends[0]
         for place in range(1, len(bucket.ranks)):
-            total += arrived[place]
+            total += addends[place]
         sums.append(total)
     if sharded:
         return sums
-    divided = [i for i, bucket in enumerate(buckets) if _in_parts(bucket, sharded)]
+    divided = [i for i, bucket in enumerate(buckets) if len(bucket.ranks) > 2]
     whole = gather_parts(world, [buckets[i] for i in divided], [sums[i] for i in divided])
     for i, value in zip(divided, whole, strict=True):
         sums[i] = value
@@ -109,21 +111,29 @@ def sum_buckets(world: World, buckets: Sequence[Bucket], mine: Sequence[Tensor],
 def gather_parts(world: World, buckets: Sequence[Bucket], parts: Sequence[Tensor]) -> list[Tensor]:
     """From every replica's own part of a bucket to the whole bucket on all of them, [N] each."""
     send: Messages = {}
-    receive: Messages = {}
-    whole = []
-    for bucket, part in zip(buckets, parts, strict=True):
-        if len(bucket.ranks) == 1:
-            whole.append(part)
-            continue
-        flat = part.new_empty(bucket.size)
+    like: Messages = {}
+    whole = [part.new_empty(bucket.size) for bucket, part in zip(buckets, parts, strict=True)]
+    for bucket, part, flat in zip(buckets, parts, whole, strict=True):
         flat[bucket.bounds(bucket.place)] = part
-        for place, rank in enumerate(bucket.ranks):
-            if place != bucket.place:
-                send.setdefault(rank, []).append(part)
-                receive.setdefault(rank, []).append(flat[bucket.bounds(place)])
-        whole.append(flat)
-    swap(world, send, receive)
+        for place, rank in _others(bucket):
+            send.setdefault(rank, []).append(part)
+            like.setdefault(rank, []).append(flat[bucket.bounds(place)])
+    arrived = {peer: iter(tensors) for peer, tensors in swap(world, send, like).items()}
+    for bucket, flat in zip(buckets, whole, strict=True):
+        for place, rank in _others(bucket):
+            flat[bucket.bounds(place)] = next(arrived[rank])
     return whole
+
+
+def _others(bucket: Bucket) -> list[tuple[int, int]]:
+    """(place, rank) of the other replicas."""
+    return [(place, rank) for place, rank in enumerate(bucket.ranks) if place != bucket.place]
+
+
+def _part(bucket: Bucket, place: int, sharded: bool) -> slice:
+    """What replica `place` adds up in the first half: its part, or everything if both of two do."""
+    in_parts = sharded or len(bucket.ranks) > 2
+    return bucket.bounds(place) if in_parts else slice(0, bucket.size)
 
 
 def sum_everywhere(world: World, value: float, device: torch.device) -> float:
@@ -134,7 +144,3 @@ def sum_everywhere(world: World, value: float, device: torch.device) -> float:
     everyone = mine.new_empty(world.num_ranks)
     all_gather(everyone, mine, world.group)
     return sum(everyone.tolist())
-
-
-def _in_parts(bucket: Bucket, sharded: bool) -> bool:
-    return len(bucket.ranks) > 1 and (sharded or len(bucket.ranks) > 2)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_ref.errors import UsageError
 from moe_ref.experts import accumulate_dtype
@@ -20,7 +20,7 @@ from moe_ref.placement import Placement
 from moe_ref.placement.moves import MoveCost, plan_moves
 from moe_ref.train.buckets import expert_parameters
 from moe_ref.train.exchange import Messages, swap
-from moe_ref.train.optimizer import Records, ReplicaOptimizer
+from moe_ref.train.optimizer import ReplicaOptimizer
 from moe_ref.train.replicated import set_held
 
 
@@ -73,24 +73,30 @@ def replace(optimizer: ReplicaOptimizer, placements: Mapping[str, Placement]) ->
         keys = {
             expert: [f"{prefix}{p}/{expert}" for p in expert_parameters(layer)] for expert in range(old.num_experts)
         }
-        shapes = {p: value.shape[1:] for p, value in expert_parameters(layer).items()}
-        fields = {p: _fields(optimizer, value) for p, value in expert_parameters(layer).items()}
+        fields = [_fields(optimizer, parameter) for parameter in expert_parameters(layer).values()]
+        kinds = [
+            parameter.new_empty(parameter.shape[1:], dtype=dtype)
+            for parameter, names in zip(expert_parameters(layer).values(), fields, strict=True)
+            for dtype in names.values()
+        ]
         for round_ in range(plan.rounds):
             send: Messages = {}
-            receive: Messages = {}
+            like: Messages = {}
+            arriving: dict[int, int] = {}
             for move in plan.moves:
-                if move.round != round_:
-                    continue
-                if move.source == rank:
-                    send[move.target] = _values(records, keys[move.expert], fields)
-                if move.target == rank:
-                    for parameter, key in zip(shapes, keys[move.expert], strict=True):
-                        records[key] = {
-                            name: torch.empty(shapes[parameter], dtype=dtype, device=layer.router.weight.device)
-                            for name, dtype in fields[parameter].items()
-                        }
-                    receive[move.source] = _values(records, keys[move.expert], fields)
-            swap(training.world, send, receive)
+                if move.round == round_ and move.source == rank:
+                    send[move.target] = [
+                        records[key][name]
+                        for key, names in zip(keys[move.expert], fields, strict=True)
+                        for name in names
+                    ]
+                if move.round == round_ and move.target == rank:
+                    like[move.source] = kinds
+                    arriving[move.source] = move.expert
+            for source, tensors in swap(training.world, send, like).items():
+                values = iter(tensors)
+                for key, names in zip(keys[arriving[source]], fields, strict=True):
+                    records[key] = {name: next(values) for name in names}
         held = placement.experts_of_rank[rank]
         layer.placement = placement
         rows = {
@@ -107,8 +113,3 @@ def _fields(optimizer: ReplicaOptimizer, parameter: nn.Parameter) -> dict[str, t
     if parameter.requires_grad:
         fields |= dict.fromkeys(["master", *optimizer.state_names()], accumulate_dtype(parameter.dtype))
     return fields
-
-
-def _values(records: Records, keys: list[str], fields: Mapping[str, Mapping[str, torch.dtype]]) -> list[Tensor]:
-    """All that belongs to one expert, in the order of its parameters and their fields."""
-    return [records[key][name] for key, names in zip(keys, fields.values(), strict=True) for name in names]

@@ -187,12 +187,15 @@ def distribute(layer: MoELayer, world: World, placement: Placement, group_size: 
 
 
 def set_held(layer: MoELayer, held: tuple[int, ...], rows: Mapping[str, Mapping[int, Tensor] | Tensor]) -> None:
-    """Let a layer hold these experts: rows[parameter name][expert] are their values."""
+    """Let a layer hold these experts: rows[parameter name][expert] are their values.
+
+    The layer gets new parameters: a graph that is still alive would give the old ones gradients of their shape.
+    """
     layer.held_experts = held
     for name, parameter in expert_parameters(layer).items():
         values = [rows[name][expert] for expert in held]
-        parameter.grad = None
-        parameter.data = torch.stack(values) if values else parameter.data[:0].clone()
+        value = torch.stack(values) if values else parameter.detach()[:0].clone()
+        setattr(layer, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
 def _grouped(counts_PE, placement: Placement, layer: MoELayer, group_size: int) -> balance.Plan:

@@ -1,0 +1,175 @@
+"""Training with replicas on real ranks against one process without: gradients, weights, moves, shards, lost ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from train_jobs import CONFIG, Case, dies, exchange_speed, train_all, train_alone
+
+D1 = tuple((e % 4,) for e in range(6))
+D2 = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3))
+D3 = ((0, 1, 2), (1, 2, 3), (2, 3, 0), (3, 0, 1), (2, 1, 0), (3, 1, 2))
+MIXED = ((0, 1, 2, 3), (1,), (2, 3), (3, 0, 2), (0,), (1, 3))
+GROUPS = ((0, 2), (1, 3), (0, 3), (1, 2), (0, 1, 2), (1, 2, 3))  # every expert in ranks {0, 1} and in {2, 3}
+OTHER = ((3, 2), (2, 0), (0, 1, 3), (1,), (2, 1), (0, 3))
+STARVED = (2, 5)
+
+CASES = {
+    "one replica": Case(D1),
+    "two": Case(D2),
+    "three": Case(D3),
+    "mixed": Case(MIXED),
+    "sharded": Case(MIXED, sharded=True),
+    "accumulated and clipped": Case(D3, micro_batches=3, clip=0.05, steps=2),
+    "sharded, accumulated, clipped": Case(MIXED, sharded=True, micro_batches=2, clip=0.05, steps=3),
+    "starved experts, a rank without tokens": Case(MIXED, clip=0.05, starve=STARVED, empty_rank=True),
+    "sharded, starved, empty": Case(D2, sharded=True, starve=STARVED, empty_rank=True, micro_batches=2),
+    "two groups": Case(GROUPS, group_size=2, clip=0.05),
+    "recomputed": Case(D2, recompute=True, micro_batches=2, clip=0.05),
+    "moved": Case(MIXED, steps=6, moves={2: OTHER, 4: D2}),
+    "moved, sharded": Case(D3, steps=6, sharded=True, moves={1: OTHER, 3: MIXED}),
+}
+LONG = {
+    "moved every 20": Case(MIXED, steps=100, learning_rate=1e-3, moves={20: OTHER, 40: D2, 60: MIXED, 80: D3}),
+    "never moved": Case(MIXED, steps=100, learning_rate=1e-3),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[dict]]:
+    """results[case][rank]; all cases in one set of four processes."""
+    cases = {**CASES, **LONG}
+    by_rank = run_ranks(train_all, 4, list(cases.values()), timeout_s=400)
+    return {name: [per_rank[i] for per_rank in by_rank] for i, name in enumerate(cases)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict]:
+    """The same in one process; runs that differ only in how they are distributed share their result."""
+    made: dict[tuple, dict] = {}
+    result = {}
+    for name, case in CASES.items():
+        key = (case.steps, case.micro_batches, case.clip, case.starve)
+        if key not in made:
+            made[key] = train_alone(case)
+        result[name] = made[key]
+    return result
+
+
+def tensors(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """From logical keys to whole tensors: the experts of a parameter joined by their ids."""
+    joined: dict[str, list] = {}
+    for key in sorted(values, key=lambda k: (k.split("/")[0], int(k.split("/")[1]) if "/" in k else 0)):
+        joined.setdefault(key.split("/")[0], []).append(values[key].astype(np.float64).ravel())
+    return {name: np.concatenate(parts) for name, parts in joined.items()}
+
+
+def everything(per_rank: list[dict], what: str) -> dict[str, np.ndarray]:
+    """Values by logical key from all ranks, which must agree on every bit."""
+    seen: dict[str, np.ndarray] = {}
+    for rank, result in enumerate(per_rank):
+        values = result["gradients"] if what == "gradients" else {k: r[what] for k, r in result["records"].items()}
+        for key, value in values.items():
+            if key in seen:
+                assert np.array_equal(seen[key], value, equal_nan=True), (
+                    f"{what} of {key} on rank {rank} has other bits"
+                )
+            seen.setdefault(key, value)
+    return seen
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    norm = float(np.linalg.norm(b))
+    return float(np.linalg.norm(a - b)) / norm if norm else float(np.linalg.norm(a))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_process(name: str, results, alone) -> None:
+    got, want = results[name], alone[name]
+    gradients, wanted = tensors(everything(got, "gradients")), tensors(want["gradients"])
+    assert set(gradients) == set(wanted)
+    # After several steps the weights differ by rounding, and the gradients at them by a little more.
+    limit = 1e-6 if CASES[name].steps == 1 else 1e-5
+    for key, gradient in gradients.items():
+        assert distance(gradient, wanted[key]) <= limit, key
+    for key, weight in tensors(everything(got, "weight")).items():
+        assert distance(weight, tensors({k: r["weight"] for k, r in want["records"].items()})[key]) <= 1e-5, key
+    for moment in ("master", "exp_avg", "exp_avg_sq"):
+        everything(got, moment)
+    for norms in [result["norms"] for result in got]:
+        assert norms == got[0]["norms"]
+        assert np.allclose(norms, want["norms"], rtol=1e-5)
+        assert all(norm > 0.05 for norm in norms), "clipping did nothing in this case"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "starved" in name])
+def test_a_starved_expert_has_a_zero_gradient(name: str, results) -> None:
+    gradients = everything(results[name], "gradients")
+    starved = [key for key in gradients if "/" in key and int(key.split("/")[1]) in STARVED]
+    assert len(starved) == len(CONFIG.moe_blocks) * 2 * len(STARVED)
+    assert not any(gradients[key].any() for key in starved)
+    assert all(gradients[key].any() for key in gradients if "/" in key and key not in starved)
+
+
+def test_shards_are_uneven_parts_of_their_sets(results) -> None:
+    whole, parts = results["mixed"], results["sharded"]
+    for rank in range(4):
+        assert len(whole[rank]["shards"]) == len(parts[rank]["shards"])
+        assert sum(parts[rank]["shards"]) < sum(whole[rank]["shards"])
+    # Each number of the model is optimised exactly once.
+    model = sum(value.size for value in everything(whole, "weight").values())
+    assert sum(sum(result["shards"]) for result in parts) == model
+    assert len({sum(result["shards"]) for result in parts}) > 1
+
+
+def test_recomputation_does_not_plan_again(results) -> None:
+    case = CASES["recomputed"]
+    forwards = case.steps * case.micro_batches * len(case.config.moe_blocks)
+    for result in results["recomputed"]:
+        assert len(result["plans"]) == forwards
+    assert len(results["accumulated and clipped"][0]["plans"]) == 2 * 3 * len(CONFIG.moe_blocks)
+
+
+def test_groups_keep_their_tokens(results) -> None:
+    """Nine sequences on four ranks: three on rank 0, two on each other; a group computes what its ranks bring."""
+    for plan in results["two groups"][0]["plans"]:
+        assert plan[0] + plan[1] == (3 + 2) * 12 * 2
+        assert plan[2] + plan[3] == (2 + 2) * 12 * 2
+
+
+@pytest.mark.parametrize("name", ["moved", "moved, sharded", "moved every 20"])
+def test_a_forward_has_the_same_bits_before_and_after_a_move(name: str, results) -> None:
+    case = {**CASES, **LONG}[name]
+    for rank, result in enumerate(results[name]):
+        assert result["same_bits"] == [True] * len(case.moves)
+        assert all(moves > 0 for moves in result["moved"])
+        last = list(case.moves.values())[-1]
+        held = tuple(e for e, ranks in enumerate(last) if rank in ranks)
+        assert all(experts == held for experts in result["held"].values())
+
+
+def test_hundred_steps_with_and_without_moves(results) -> None:
+    moved = tensors(everything(results["moved every 20"], "weight"))
+    stayed = tensors(everything(results["never moved"], "weight"))
+    worst = max(distance(moved[key], stayed[key]) for key in stayed)
+    print(f"100 steps, moves every 20 against none: weights differ by {worst:.2e}")
+    assert worst <= 1e-5
+
+
+def test_neighbour_exchange_is_faster() -> None:
+    """Paired in the same run: one all-reduce per expert against one message per neighbour."""
+    measured = run_ranks(exchange_speed, 4, 16, 20_000, 40)
+    ratio = float(np.median([result["ratio"] for result in measured]))
+    print(f"16 experts x 20,000 floats on 4 ranks: {measured[0]}")
+    assert ratio >= 2.0
+
+
+@pytest.mark.parametrize(("victim", "step", "where"), [(1, 0, "forward"), (2, 1, "synchronize"), (0, 2, "clip")])
+def test_a_rank_that_dies_is_named_in_bounded_time(victim: int, step: int, where: str) -> None:
+    results = run_ranks(dies, 3, victim, step, where, lost=(victim,))
+    for rank, result in enumerate(results):
+        if rank != victim:
+            assert f"rank {rank} lost another rank during training" in result["error"]
+            assert "Go on from the last checkpoint with --resume" in result["error"]
+            assert result["seconds"] < 60
