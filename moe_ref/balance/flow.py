@@ -173,7 +173,8 @@ def solve(
         start_ED: rows that replica j of expert e begins with, int64 [E, D], in sum at most load_E; they stay as far as
             balance allows. Give each rank's own rows to its own replica (`routing.local_rows`): the same maximum load,
             far fewer rows that travel than by balancing first.
-        target: a larger maximum load to be content with, if there is a reason to.
+        target: a larger maximum load to be content with, if there is a reason to; the certificate then proves the mean
+            only.
     """
     load = [0] * placement.num_ranks
     target = max(target, ceil_div(int(load_E.sum()), placement.num_ranks))
