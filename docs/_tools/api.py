@@ -42,7 +42,7 @@ def groups() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
     named = {f"{package}.{m}" for _, _, package, modules in GROUPS for m in modules or ()}
     out = []
     for title, file, package, modules in GROUPS:
-        if not (ROOT / package.replace(".", "/")).is_dir():
+        if not (ROOT / package.replace(".", "/") / "__init__.py").exists():
             continue
         if modules is None:
             full = [f"{package}.{m}" for m in _modules(package) if f"{package}.{m}" not in named]

@@ -39,7 +39,7 @@ def on_config(config):
 
 
 def _title(name: str) -> str:
-    return str(results.load(name).get("title", name.replace("_", " ")))
+    return str(results.load(name).get("title", name.replace("_", " ").capitalize()))
 
 
 def _extend(nav: list, section: str, entries: list) -> None:

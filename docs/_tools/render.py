@@ -45,6 +45,7 @@ _PACKAGES = (
 _SETUP = f"""
 import matplotlib
 import matplotlib_inline.backend_inline
+matplotlib.use("module://matplotlib_inline.backend_inline")  # whatever MPLBACKEND says
 matplotlib_inline.backend_inline.set_matplotlib_formats("png")
 matplotlib.rc_file({str(Path(__file__).with_name("matplotlibrc"))!r})
 """

@@ -177,7 +177,7 @@ def page(name: str) -> str:
     """A whole page for one result file."""
     values = load(name)
     rest = {key: value for key, value in values.items() if key not in PROVENANCE_KEYS}
-    title = str(rest.pop("title", name.replace("_", " ")))
+    title = str(rest.pop("title", name.replace("_", " ").capitalize()))
     intro = str(rest.pop("description", ""))
     note = "Every number on this page comes from the file named below; `-` stands where nothing was recorded."
     return "\n".join([f"# {title}", "", intro, "", note, "", provenance(name), "", *_object(rest, 2)])
