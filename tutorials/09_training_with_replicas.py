@@ -169,4 +169,4 @@ print("all checks passed")
 # ## In the papers
 #
 # FineMoE, section 5.2 (the wrapper and its gradients), section 6.4 (adaptive re-placement), figures 7 and 9. Its end-to-end
-# gains were measured on 32 GPUs and are not reproduced here; see [the claims](../results/claims.md).
+# gains were measured on 32 GPUs and are not reproduced here; see [the claims](../recorded/claims.md).

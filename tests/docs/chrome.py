@@ -22,7 +22,9 @@ FLAGS = (
 
 def find() -> str | None:
     """The browser's program, or None."""
-    return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
 
 
 class Page:

@@ -41,7 +41,9 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs" / "tutorials" / "index.md").write_text("# Tutorials\n")
     (tmp_path / "moe_ref" / "__init__.py").write_text("")
-    (tmp_path / "moe_ref" / "tiny.py").write_text('"""A module."""\n\n\ndef one() -> int:\n    """One."""\n    return 1\n')
+    (tmp_path / "moe_ref" / "tiny.py").write_text(
+        '"""A module."""\n\n\ndef one() -> int:\n    """One."""\n    return 1\n'
+    )
     return tmp_path
 
 

@@ -111,7 +111,9 @@ def test_every_named_test_exists() -> None:
 
 
 def test_boxes_in_downloaded_notebooks() -> None:
-    source = 'See [`x`][moe_ref.x].\n\n!!! note "Title"\n    Text.\n\n??? success "Answer"\n    Yes, [there](03_a.md).\n'
+    source = (
+        'See [`x`][moe_ref.x].\n\n!!! note "Title"\n    Text.\n\n??? success "Answer"\n    Yes, [there](03_a.md).\n'
+    )
     assert render._for_jupyter(source).split("\n") == [
         "See `x`.", "", "> **Title**", ">", "> Text.", "", "<details><summary>Answer</summary>", "", "Yes, there.", "",
         "</details>", "",

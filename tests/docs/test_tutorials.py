@@ -32,7 +32,9 @@ def test_there_are_ten_with_consecutive_numbers() -> None:
 def _cells(text: str) -> list[tuple[str, str]]:
     """(kind, source) of each cell of a percent-format file."""
     parts = re.split(r"^# %%(.*)$", text, flags=re.MULTILINE)[1:]
-    return [("text" if "[markdown]" in head else "code", body) for head, body in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        ("text" if "[markdown]" in head else "code", body) for head, body in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=NAMES)
