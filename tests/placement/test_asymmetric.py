@@ -98,3 +98,11 @@ def test_bad_arguments(arguments, message: str) -> None:
 
 def test_no_load_at_all_is_like_equal_loads() -> None:
     assert asymmetric(np.zeros(8, dtype=int), 4, 4) == asymmetric(np.full(8, 7), 4, 4)
+
+
+def test_of_many_arrangements_the_best_is_kept() -> None:
+    """Few slots, so that arrangements differ: more candidates never score worse, and here better than chance."""
+    load = as_prediction(LoadModel(8, 10, 0.8).popularity())
+    trials = noisy_draws(load, 40, 0.4, np.random.default_rng(9))
+    few, many = ([mean_ratio(asymmetric(load, 8, 2, candidates=n, seed=s), trials) for s in range(8)] for n in (1, 40))
+    assert np.mean(many) < np.mean(few) - 0.01
