@@ -8,11 +8,13 @@ traceback unless --debug is given.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
-import os
 import pkgutil
 import sys
+import traceback
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -21,8 +23,9 @@ from rich.markup import escape
 
 import moe_ref
 from moe_ref._version import __version__
-from moe_ref.console import err
-from moe_ref.errors import CheckFailed
+from moe_ref.console import err, forget
+from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.limits import printable
 
 app = typer.Typer(
     name="moe-ref",
@@ -57,14 +60,22 @@ def _command_modules() -> list[str]:
     return ["moe_ref.commands", *(name for name in names if importlib.util.find_spec(name) is not None)]
 
 
-def _register() -> None:
+def _register(debug: bool) -> None:
+    """Add all commands; those that can't be loaded cost a note on stderr, not the other commands."""
     for name in _command_modules():
-        importlib.import_module(name).register(app)
+        _add(name, lambda name=name: importlib.import_module(name).register(app), debug)
     for entry in entry_points(group="moe_ref.commands"):
-        try:
-            entry.load()(app)
-        except ImportError as error:
-            err.print(f"[yellow]note:[/] commands of {escape(entry.value)} are not available: {escape(str(error))}")
+        _add(f"{entry.name} ({entry.value})", lambda entry=entry: entry.load()(app), debug)
+
+
+def _add(name: str, register: Callable[[], object], debug: bool) -> None:
+    try:
+        register()
+    except (Exception, SystemExit) as error:  # whatever another's code does at its import
+        if debug:
+            traceback.print_exc()
+        said = printable(_one_line(f"{type(error).__name__}: {error}"))
+        err.print(f"[yellow]note:[/] commands of {escape(name)} are not available: {escape(said)}", soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,40 +84,92 @@ def main(argv: list[str] | None = None) -> None:
     # --debug is taken anywhere on the line, since people add it at the end of a command that just failed.
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
-    _register()
     try:
+        if sys.stdout is None:
+            raise UsageError("stdout is closed, so there is nowhere to report to; redirect it (>/dev/null) instead")
+        # What the terminal's encoding lacks is shown as an escape: no report ends in the middle because of it.
+        if callable(reconfigure := getattr(sys.stdout, "reconfigure", None)):
+            reconfigure(errors="backslashreplace")
+        _register(debug)
         # Not standalone: usage errors come to us, to be one line like all others. What is returned is an exit code.
         code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False)
-        raise SystemExit(code if isinstance(code, int) else 0)
-    except typer.Abort:
+        sys.stdout.flush()
+    except BaseException as error:
+        raise SystemExit(_exit_code(error, debug)) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _exit_code(error: BaseException, debug: bool) -> int:
+    """Say what went wrong, in one line unless `debug`; returns the documented code."""
+    if _reader_is_gone(error):
+        # `moe-ref ... | head`: nothing is left to say.
+        forget(sys.stdout)
+        return 0
+    if isinstance(error, (typer.Abort, KeyboardInterrupt)):
         err.print("interrupted")
-        raise SystemExit(130) from None
-    except _CLICK_EXCEPTION as error:
+        return 130
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        error = RuntimeError(error.code)
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, OSError) and sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk, say: what could not be written now can't at the interpreter's end
+            forget(sys.stdout)
+    text, code = _explain(error)
+    err.print(f"[bold red]error:[/] {escape(printable(_one_line(text)))}", soft_wrap=True)
+    return code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """Message and exit code."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, _CLICK_EXCEPTION):
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "moe-ref"
-        _fail(ValueError(f"{_one_line(error.format_message())} (see {command} --help)"), 2, debug)
-    except CheckFailed as error:
-        _fail(error, 1, debug)
-    except BrokenPipeError:
-        # The reader of our output went away (`moe-ref ... | head`); nothing is left to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        _fail(error, 2, debug)
-    except KeyboardInterrupt:
-        err.print("interrupted")
-        raise SystemExit(130) from None
-    except Exception as error:
-        _fail(error, 1, debug)
+        return f"{error.format_message()} (see {command} --help)", 2
+    if isinstance(error, (CheckFailed, UsageError)):
+        return text, 1 if isinstance(error, CheckFailed) else 2
+    if isinstance(error, MemoryError) or _says(text, *_OUT_OF_MEMORY):
+        return f"not enough memory; lower --tokens, --ranks, --experts or the layer's sizes ({_first_line(text)})", 2
+    if isinstance(error, (OverflowError, RecursionError)) or _says(text, *_TOO_LARGE):
+        return f"a number is too large to compute with; lower the sizes or the seed ({_first_line(text)})", 2
+    if isinstance(error, (ValueError, TypeError, OSError, ImportError)):
+        return text, 2
+    return text, 1
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Unable to allocate")
+_TOO_LARGE = (
+    "Overflow when unpacking",
+    "without overflow",
+    "Storage size calculation overflowed",
+    "array is too big",
+    "Maximum allowed dimension exceeded",
+    "invalid size, overflowed",
+    "too large to convert",
+    "numel: integer multiplication overflow",
+)
+"""What torch and numpy say, in errors of general types."""
+
+
+def _says(text: str, *phrases: str) -> bool:
+    return any(phrase in text for phrase in phrases)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:200]
+
+
+def _reader_is_gone(error: BaseException | None) -> bool:
+    """Whether stdout's reader has closed its end. Click and rich turn that into an exit with code 1 of their own."""
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code == 1 else None
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _fail(error: Exception, code: int, debug: bool) -> None:
-    if debug:
-        raise error
-    text = _one_line(str(error)) or type(error).__name__
-    err.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
-    raise SystemExit(code) from None

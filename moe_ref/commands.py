@@ -19,10 +19,15 @@ from moe_ref.compat.checkpoint import Checkpoint
 from moe_ref.compat.run_checkpoint import HfJob, print_checkpoint_report, run_checkpoint
 from moe_ref.config import MoEConfig
 from moe_ref.console import out, print_json, rank_from_environment
+from moe_ref.environment import world_size_from_environment
 from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.limits import check_seed, check_simulated_ranks, regular_file_size
 from moe_ref.main_job import Job, run_job, trained_layer
 from moe_ref.report import check_plot_path, plot_report, print_report
 from moe_ref.world import world_for
+
+MAX_CONFIG_BYTES = 2**20
+"""Largest file that is read as a config."""
 
 
 def register(app: typer.Typer) -> None:
@@ -60,6 +65,7 @@ def run(
 
     bytes_local and bytes_remote count the rows of the dispatch; the results travel back the same way.
     """
+    check_seed(seed, "--seed")
     if hf is not None:
         given = {"--experts": experts, "--top-k": top_k, "--capacity-factor": capacity_factor, "--plot": plot}
         _run_hf(hf, HfJob(tokens, layout, backend, dtype, text), ranks, given, as_json)
@@ -67,6 +73,8 @@ def run(
     job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype or "float32", text, seed)
     if plot is not None:
         check_plot_path(plot)
+    if world_size_from_environment() is None:
+        check_simulated_ranks(ranks)
     world, device = world_for(ranks, default=4)
     try:
         report = run_job(job, world, device)
@@ -92,6 +100,8 @@ def _run_hf(path: Path, job: HfJob, ranks: int | None, given: dict[str, Any], as
     unused = [name for name, value in given.items() if value is not None]
     if unused:
         raise UsageError(f"{', '.join(unused)} has no meaning with --hf; the checkpoint's config says it: leave it out")
+    if world_size_from_environment() is None:
+        check_simulated_ranks(ranks)
     checkpoint = Checkpoint(path)
     world, device = world_for(ranks, default=4)
     try:
@@ -144,17 +154,17 @@ def info(
         )
         return
     table = Table(box=None, pad_edge=False, title="Configuration", title_justify="left", title_style="bold")
-    table.add_column("field")
-    table.add_column("value")
+    table.add_column("field", overflow="fold")
+    table.add_column("value", overflow="fold")
     for name, value in chosen.to_dict().items():
         table.add_row(name, str(value))
     out.print(table)
     out.print()
     title = f"Derived sizes for {ranks} ranks, {tokens} tokens each"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    table.add_column("size")
-    table.add_column("value", justify="right")
-    table.add_column("formula")
+    table.add_column("size", overflow="fold")
+    table.add_column("value", justify="right", overflow="fold")
+    table.add_column("formula", overflow="fold")
     for name, value, formula in derived:
         table.add_row(name, "none" if value is None else f"{value:,}", formula)
     out.print(table)
@@ -166,9 +176,12 @@ def read_config(path: Path) -> MoEConfig:
     Raises:
         UsageError: the file is missing, no JSON object, or its fields don't make a config.
     """
+    size = regular_file_size(path, "a JSON file of config fields")
+    if size > MAX_CONFIG_BYTES:
+        raise UsageError(f"--config {path} has {size} bytes, expected a few hundred and at most {MAX_CONFIG_BYTES}")
     try:
         values = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path} can't be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise UsageError(f"--config {path} holds a {type(values).__name__}, expected an object of config fields")

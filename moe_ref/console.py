@@ -14,16 +14,31 @@ from typing import Any
 
 from rich.console import Console
 
-err = Console(stderr=True, force_jupyter=False)
+from moe_ref.environment import rank_from_environment
+
+__all__ = ["err", "forget", "out", "print_json", "rank_from_environment"]
+
+
+class _Console(Console):
+    """A console whose reader may go away (`moe-ref ... | head`): what is left unsaid does not change the exit code."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        forget(sys.stderr if self.stderr else sys.stdout)
+
+
+err = _Console(stderr=True, force_jupyter=False)
 """Progress, warnings and errors."""
 
-out = Console(force_jupyter=False)
+out = _Console(force_jupyter=False)
 """Human-readable reports (never used together with --json)."""
 
 
-def rank_from_environment() -> int:
-    """This process' rank as torchrun states it; 0 outside torchrun."""
-    return int(os.environ.get("RANK", "0"))
+def forget(stream: Any) -> None:
+    """Send what is still to come on `stream` nowhere, what Python flushes at its end included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _plain(value: Any) -> Any:
@@ -40,7 +55,11 @@ def _plain(value: Any) -> Any:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on one line of stdout, on rank 0 only."""
-    if rank_from_environment() == 0:
+    """Print one JSON object on one line of stdout, on rank 0 only; a reader who has gone away is no error."""
+    if rank_from_environment() != 0:
+        return
+    try:
         sys.stdout.write(json.dumps(_plain(value), allow_nan=False) + "\n")
         sys.stdout.flush()
+    except BrokenPipeError:
+        forget(sys.stdout)

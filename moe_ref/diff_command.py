@@ -9,8 +9,10 @@ from moe_ref import backends, cases
 from moe_ref.config import MoEConfig
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.diff import compare
+from moe_ref.environment import world_size_from_environment
 from moe_ref.errors import UsageError
 from moe_ref.layer import MoELayer
+from moe_ref.limits import check_memory, check_seed, check_simulated_ranks
 from moe_ref.world import world_for
 
 
@@ -43,6 +45,9 @@ def register(app: typer.Typer) -> None:
         """Compare every intermediate of two backends; exit code 1 if they differ by more than the tolerance."""
         if tokens < 0:
             raise UsageError(f"--tokens is {tokens}, expected at least 0")
+        if tile_rows < 1:
+            raise UsageError(f"--tile-rows is {tile_rows}, expected at least 1")
+        check_seed(seed, "--seed")
         for name in (backend, against):
             backends.get(name)
         config = MoEConfig.from_dict(
@@ -58,7 +63,14 @@ def register(app: typer.Typer) -> None:
                 "max_tokens": max(tokens, 1),
             }
         )
+        if world_size_from_environment() is None:
+            check_simulated_ranks(ranks)
         world, device = world_for(ranks, default=2)
+        # The experts of all ranks; and two backends' rows, there and back, of the ranks in this process.
+        weights = experts * config.parameters_per_expert * config.element_size
+        check_memory(weights, f"{experts} experts", "lower --experts, --hidden or --intermediate")
+        rows = len(world.local_ranks) * tokens * (1 + 2 * top_k) * 2
+        check_memory(rows * config.row_bytes, f"{world.num_ranks} ranks x {tokens} tokens", "lower --tokens or --ranks")
         layer = MoELayer(config, world=world, seed=seed, device=device)
         x_SH = [cases.make_tokens(tokens, config, seed * 1000 + rank).to(device) for rank in world.local_ranks]
         routing = None

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from moe_ref import backends
@@ -174,12 +175,16 @@ def run_checks() -> list[Check]:
     for entry in entry_points(group="moe_ref.checks"):
         try:
             sources.append((entry.name, entry.load()))
-        except ImportError as error:
-            checks.append(Check(f"checks of {entry.name}", "optional", f"not available: {error}"))
+        except (Exception, SystemExit) as error:  # whatever another's code does at its import
+            found = f"not available: {type(error).__name__}: {error}"
+            checks.append(Check(f"checks of {entry.name} ({entry.value})", "optional", found))
     sources.append(("backends", backend_checks))
     for name, source in sources:
         try:
-            checks += source()
+            found = source()
+            if not all(isinstance(check, Check) for check in found):
+                raise TypeError("returned something else than a list of Check")
+            checks += found
         except Exception as error:  # a doctor that falls over on a broken installation helps nobody
             checks.append(Check(f"checks of {name}", "problem", f"{type(error).__name__}: {error}", "see --debug"))
     return checks
@@ -202,7 +207,7 @@ def register(app: typer.Typer) -> None:
                 table.add_column(column, overflow="fold")
             marks = {"ok": "[green]ok[/]", "optional": "[yellow]-[/]", "problem": "[red]![/]"}
             for check in checks:
-                table.add_row(marks[check.state], check.name, check.found, check.remedy)
+                table.add_row(marks[check.state], escape(check.name), escape(check.found), escape(check.remedy))
             out.print(table)
             out.print("The reference is ready." if good else "[red]The reference can't run; see the lines marked ![/]")
         if not good:

@@ -27,6 +27,7 @@ from moe_ref.definition import definition
 from moe_ref.errors import UsageError
 from moe_ref.gate import Routing
 from moe_ref.layer import LayerStats, MoELayer
+from moe_ref.limits import check_memory, check_seed
 from moe_ref.text import load_text
 from moe_ref.train.checkpoint import tiny_moe
 from moe_ref.train.model import hidden_states, moe_layer
@@ -62,6 +63,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.tokens < 0:
             raise UsageError(f"tokens is {self.tokens}, expected at least 0")
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,24 @@ def trained_layer() -> tuple[MoEConfig, dict[str, Tensor]]:
     return layer.config, layer.state_dict()
 
 
+def check_job_memory(job: Job, ranks: int) -> None:
+    """Raise UsageError if one process of the job needs more memory than the machine has.
+
+    Counted is what is there at the same time whatever the layout: hidden states and results of the whole text, rows on
+    their way there and back, and the weights; in fp32.
+    """
+    config, _ = trained_layer()
+    top_k = config.top_k if job.top_k is None else job.top_k
+    total = ranks * job.tokens
+    check_memory(
+        total * (2 + 2 * top_k) * config.hidden * 4,
+        f"{ranks} ranks x {job.tokens} tokens",
+        "lower --tokens or --ranks",
+    )
+    experts = config.experts if job.experts is None else job.experts
+    check_memory(experts * config.parameters_per_expert * 4, f"{experts} experts", "lower --experts")
+
+
 def logical_weights(job: Job) -> tuple[MoEConfig, dict[str, Tensor], str | None]:
     """Config, weights of all experts, and a note if they are not the trained ones.
 
@@ -123,6 +143,7 @@ def run_job(job: Job, world: World, device: torch.device | str = "cpu") -> Repor
     Raises:
         UsageError, ValueError: the text can't be had, the values make no legal config, or the backend can't run here.
     """
+    check_job_memory(job, world.num_ranks)
     config, state, untrained = logical_weights(job)
     layer = MoELayer(config, backend=job.backend, world=world, device=device)
     layer.load_logical_state_dict({name: value.to(device) for name, value in state.items()})

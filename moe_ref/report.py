@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ref.errors import UsageError
+from moe_ref.limits import printable
 
 if TYPE_CHECKING:
     from moe_ref.main_job import Report
@@ -30,14 +31,18 @@ BUSIEST = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def bar(value: float, largest: float, width: int) -> str:
+def bar(value: float, largest: float, width: int, ascii_only: bool = False) -> str:
     """A horizontal bar of at most `width` characters, in eighths of one; any value above 0 shows.
 
     >>> bar(3, 4, 4), bar(0, 4, 4), bar(1, 1000, 4)
     ('███', '', '▏')
+    >>> bar(3, 4, 4, ascii_only=True)
+    '###'
     """
     if value <= 0 or largest <= 0:
         return ""
+    if ascii_only:
+        return "#" * max(1, round(value / largest * width))
     eighths = max(1, round(value / largest * width * 8))
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -65,19 +70,21 @@ def print_report(report: Report, console: Console) -> None:
         f"top {config.top_k}, {gate} gate"
     )
     console.print(f"[bold]ranks[/]  {v['ranks']} x {v['tokens']} tokens, {where}")
-    console.print(f"[bold]input[/]  {escape(v['text'])}, a byte is a token")
+    console.print(f"[bold]input[/]  {escape(printable(v['text']))}, a byte is a token")
     console.print(f"[bold]how[/]    backend {v['backend']} on {v['device']}, {config.dtype}, {config.layout} layout")
     for note in report.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}")
+        console.print(f"[yellow]note:[/] {escape(printable(note))}")
     console.print()
-    width = max(16, min(console.width, 110) - 40)
+    width = max(4, min(console.width, 110) - 40)
     _print_experts(report, console, width)
     _print_ranks(report, console, width)
     _print_summary(report, console)
 
 
-def _style(rank: int) -> str:
-    return RANK_STYLES[rank % len(RANK_STYLES)]
+def _drawn(value: float, largest: float, width: int, rank: int, console: Console) -> Text:
+    """A bar in the colour of a rank, in characters that the console's encoding has."""
+    style = RANK_STYLES[rank % len(RANK_STYLES)]
+    return Text(bar(value, largest, width, console.options.ascii_only), style=style)
 
 
 def _print_experts(report: Report, console: Console, width: int) -> None:
@@ -86,13 +93,12 @@ def _print_experts(report: Report, console: Console, width: int) -> None:
     if len(load_E) > MOST_BARS:
         shown = np.sort(np.argsort(-load_E, kind="stable")[:BUSIEST])
     table = Table(box=None, pad_edge=False, title="Load per expert", title_justify="left", title_style="bold")
-    table.add_column("expert", justify="right")
-    table.add_column("rank", justify="right")
-    table.add_column("rows", justify="right")
-    table.add_column("")
+    for name in ("expert", "rank", "rows"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
     for expert in shown:
         rank, load = int(report.expert_rank[expert]), int(load_E[expert])
-        table.add_row(str(expert), str(rank), str(load), Text(bar(load, load_E.max(), width), style=_style(rank)))
+        table.add_row(str(expert), str(rank), str(load), _drawn(load, load_E.max(), width, rank, console))
     console.print(table)
     if len(shown) < len(load_E):
         rest = np.delete(load_E, shown)
@@ -104,10 +110,10 @@ def _print_ranks(report: Report, console: Console, width: int) -> None:
     v = report.values
     table = Table(box=None, pad_edge=False, title="Load per rank", title_justify="left", title_style="bold")
     for name in ("rank", "tokens", "rows"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
     for rank, (tokens, rows) in enumerate(zip(v["tokens_per_rank"], v["rows_per_rank"], strict=True)):
-        drawn = Text(bar(int(rows), max(v["rows_per_rank"]), width), style=_style(rank))
+        drawn = _drawn(int(rows), max(v["rows_per_rank"]), width, rank, console)
         table.add_row(str(rank), str(tokens), str(rows), drawn)
     console.print(table)
     console.print(f"max/mean over ranks {v['max_over_mean']:.3f}")
@@ -122,8 +128,8 @@ def _print_summary(report: Report, console: Console) -> None:
     dropped = f"{v['dropped']} of {routes} routes" + (f" ({v['dropped'] / routes:.2%})" if routes else "")
     verdict = f"[green]within {report.tolerance:g}[/]" if report.correct else f"[bold red]ABOVE {report.tolerance:g}[/]"
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     moves = f"{amount(v['bytes_local'])} stay, {amount(v['bytes_remote'])} cross{share}; results go back the same way"
     table.add_row("bytes", moves)
     table.add_row("dropped", dropped if v["capacity_factor"] is not None else f"{dropped}, no capacity set")
@@ -132,9 +138,12 @@ def _print_summary(report: Report, console: Console) -> None:
     table.add_row("time", f"{v['seconds'] * 1e3:.1f} ms, the layer's forward on the slowest rank")
     largest = max(v["seconds_per_stage"].values(), default=0.0)
     for stage, seconds in v["seconds_per_stage"].items():
-        table.add_row("", f"{stage:<9} {seconds * 1e3:8.2f} ms  {bar(seconds, largest, 24)}")
-    table.add_row("sha256", f"{v['output_sha256']}")
+        table.add_row(
+            "", f"{stage:<9} {seconds * 1e3:8.2f} ms  {bar(seconds, largest, 24, console.options.ascii_only)}"
+        )
     console.print(table)
+    # In one piece on a terminal of any width: it is there to be copied and compared.
+    console.print(f"[bold]sha256[/]     {v['output_sha256']}", soft_wrap=True, highlight=False)
 
 
 def check_plot_path(path: Path) -> None:
@@ -146,13 +155,23 @@ def check_plot_path(path: Path) -> None:
         raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: no folder {path.parent}; make it, or name another")
+    try:
+        is_new = not path.exists()
+        if not is_new and not path.is_file():
+            raise UsageError(f"--plot {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"--plot {path} can't be written: {error.strerror}; name another file") from error
 
 
 def plot_report(report: Report, path: Path) -> None:
     """Draw the report into a file; its ending names the format (png, svg, pdf).
 
     Raises:
-        UsageError: the folder does not exist, or matplotlib knows no such format.
+        UsageError: the file can't be written, or matplotlib knows no such format.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -168,15 +187,22 @@ def plot_report(report: Report, path: Path) -> None:
     grid = figure.add_gridspec(2, 3, height_ratios=(1.15, 1), width_ratios=(1.15, 1.1, 1.05))
     gate = "trained gate" if v["trained_gate"] else "untrained gate"
     figure.suptitle(
-        f"{ranks} ranks x {v['tokens']} tokens of {Path(v['text']).name}, {v['experts']} experts, top {v['top_k']}, "
+        f"{ranks} ranks x {v['tokens']} tokens of {_short_name(v['text'])}, {v['experts']} experts, top {v['top_k']}, "
         f"{gate}  |  relative error {v['relative_error']:.1e}, {v['dropped']} routes dropped",
         fontsize=11,
+        parse_math=False,
     )
     _plot_experts(figure.add_subplot(grid[0, :]), report, colors)
     _plot_ranks(figure.add_subplot(grid[1, 0]), report, colors)
     _plot_traffic(figure, figure.add_subplot(grid[1, 1]), report)
     _plot_stages(figure.add_subplot(grid[1, 2]), report)
     figure.savefig(path, dpi=140)
+
+
+def _short_name(text: str, most: int = 40) -> str:
+    """The name of a text's file, which may hold anything, for a title."""
+    name = printable(Path(text).name)
+    return name if len(name) <= most else name[: most - 3] + "..."
 
 
 def _plot_experts(axes, report: Report, colors: list) -> None:

@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from moe_ref.errors import UsageError
+from moe_ref.limits import regular_file_size
 
 BUILT_IN = ("prose", "code", "excerpt")
 """Names that `load_text` knows; anything else is the path of a file (write ./prose for a file of that name)."""
@@ -91,19 +92,22 @@ def excerpt() -> bytes:
     return files("moe_ref").joinpath("assets", "excerpt.txt").read_bytes()
 
 
-def _read_file(name: str) -> bytes:
+def _read_file(name: str, length: int) -> tuple[bytes, int]:
+    """The first `length` bytes of a file, or all if it has fewer; and how many it has."""
+    expected = f"a file of text (any bytes), or one of {', '.join(BUILT_IN)}"
+    if not name:
+        raise UsageError(f"the name of the text is empty; expected {expected}")
     path = Path(name)
-    if path.is_dir():
-        raise UsageError(f"{name} is a folder, expected a file of text (any bytes), or one of {', '.join(BUILT_IN)}")
+    size = regular_file_size(path, expected)
     try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UsageError(f"no file {name}; expected a path, or one of {', '.join(BUILT_IN)}") from error
+        with path.open("rb") as file:
+            data = file.read(max(min(length, size), 1))
     except OSError as error:
         raise UsageError(f"{name} can't be read: {error.strerror}; expected a readable file") from error
     if not data:
         raise UsageError(f"{name} is empty; expected a file of at least one byte")
-    return data
+    # A file that was cut meanwhile, or that states more than it has, as some in /sys do, has what was read.
+    return data, size if len(data) >= min(length, size) else len(data)
 
 
 def load_text(name: str, length: int) -> Text:
@@ -114,11 +118,17 @@ def load_text(name: str, length: int) -> Text:
         length: bytes wanted, at least 0.
 
     Raises:
-        UsageError: the file is missing, empty, a folder or unreadable; this Python lacks the built-in text.
+        UsageError: the file is missing, empty, unreadable or no regular file; this Python lacks the built-in text.
         ValueError: length is negative.
     """
     if length < 0:
         raise ValueError(f"length is {length}, expected at least 0")
     built_in = {"prose": prose, "code": code, "excerpt": excerpt}
-    source = built_in[name]() if name in built_in else _read_file(name)
-    return Text(name, (source * (length // len(source) + 1))[:length], len(source))
+    if name in built_in:
+        source = built_in[name]()
+        available = len(source)
+    else:
+        source, available = _read_file(name, length)
+    if len(source) < length:
+        source = source * (length // len(source) + 1)
+    return Text(name, source[:length], available)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from moe_ref import cli
-from moe_ref.errors import CheckFailed
+from moe_ref import cli, doctor
 
 # Small products: a second thread costs more than it gives, above all on a busy machine.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,13 +33,29 @@ BAD = [
     ("run --dtype int8 --tokens 8", "dtype is 'int8'", "float64, float32, bfloat16, float16"),
     ("run --text /nowhere/gone.txt --tokens 8", "no file /nowhere/gone.txt", "prose, code, excerpt"),
     ("run --text / --tokens 8", "/ is a folder", "expected a file"),
+    ("run --text= --tokens 8", "name of the text is empty", "expected a file"),
+    ("run --text /dev/zero --tokens 8", "/dev/zero is no regular file", "expected a file"),
+    ("run --tokens 10000000000000", "4 ranks x 10000000000000 tokens need at least", "lower --tokens or --ranks"),
+    ("run --experts 1000000000 --tokens 8", "1000000000 experts need at least", "lower --experts"),
+    ("run --ranks 1000000000 --tokens 1", "--ranks is 1000000000", "at most 4096"),
+    ("run --seed -1 --tokens 8", "--seed is -1", "0 to 9007199254740991"),
+    ("run --seed 99999999999999999999999 --tokens 8", "--seed is 99999999999999999999999", "0 to 9007199254740991"),
     ("run --plot /nowhere/x.png --tokens 8", "no folder /nowhere", "make it"),
     ("run --plot x.doc --tokens 8", "'.doc'", "png"),
+    ("run --plot /proc/x.png --tokens 8", "--plot /proc/x.png can't be written", "another file"),
     ("run --bogus", "No such option: --bogus", "moe-ref run --help"),
     ("run extra", "extra", "moe-ref run --help"),
     ("walk", "No such command 'walk'", "moe-ref --help"),
     ("info --ranks 0", "--ranks is 0", "at least 1"),
-    ("info --config /nowhere/c.json", "--config /nowhere/c.json can't be read", "No such file"),
+    ("info --config /nowhere/c.json", "no file /nowhere/c.json", "a JSON file of config fields"),
+    ("info --config /dev/zero", "/dev/zero is no regular file", "a JSON file of config fields"),
+    ("diff --seed 99999999999999999999999", "--seed is 99999999999999999999999", "0 to 9007199254740991"),
+    ("diff --seed -1", "--seed is -1", "0 to 9007199254740991"),
+    ("diff --tile-rows 0", "--tile-rows is 0", "at least 1"),
+    ("diff --tile-rows -5", "--tile-rows is -5", "at least 1"),
+    ("diff --tokens 10000000000000", "2 ranks x 10000000000000 tokens need", "lower --tokens or --ranks"),
+    ("diff --hidden 10000000000000", "8 experts need at least", "lower --experts, --hidden"),
+    ("diff --ranks 100000", "--ranks is 100000", "at most 4096"),
     ("info --top-k 99", "top_k is 99", "at most experts = 32"),
 ]
 
@@ -63,11 +81,20 @@ def test_bad_input_is_one_line(arguments: str, wrong: str, expected: str, capfd:
         assert expected in err
 
 
-@pytest.mark.parametrize("arguments", ["run --text /nowhere/gone.txt --tokens 8 --debug", "--debug run --ranks 0"])
-def test_debug_shows_the_traceback(arguments: str) -> None:
-    with pytest.raises(ValueError, match=r"no file|0 ranks") as error:
-        cli.main(arguments.split())
-    assert "commands.py" in "".join(str(entry.path) for entry in error.traceback)
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ("run --text /nowhere/gone.txt --tokens 8 --debug", "UsageError"),
+        ("--debug run --ranks 0", "UsageError"),
+        ("run --bogus --debug", "NoSuchOption"),
+    ],
+)
+def test_debug_shows_the_traceback_and_keeps_the_code(arguments: str, kind: str, capfd: pytest.CaptureFixture) -> None:
+    code, out, err = run(arguments, capfd)
+    assert (code, out) == (2, "")
+    assert "Traceback (most recent call last)" in err
+    assert kind in err
+    assert err.splitlines()[-1].startswith("error: ")
 
 
 def test_bad_config_files(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -120,8 +147,9 @@ def test_failed_check_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert code == 1
     assert json.loads(out)["relative_error"] > 1e-12
     assert "expected at most 1e-12" in err
-    with pytest.raises(CheckFailed):
-        cli.main(["run", "--tokens", "16", "--debug"])
+    code, _, err = run("run --tokens 16 --json --debug", capfd)
+    assert code == 1
+    assert "CheckFailed" in err
 
 
 def test_help_version_and_nothing(capfd: pytest.CaptureFixture) -> None:
@@ -137,10 +165,179 @@ def test_help_version_and_nothing(capfd: pytest.CaptureFixture) -> None:
     assert "--capacity-factor" in out
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (MemoryError(), 2, "not enough memory; lower --tokens"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nC++ stack"), 2, "not enough memory"),
+        (OverflowError("int too large to convert to float"), 2, "a number is too large to compute with; lower"),
+        (RuntimeError("Overflow when unpacking long long\nmore"), 2, "a number is too large"),
+        (RecursionError("deep"), 2, "a number is too large"),
+        (OSError(28, "No space left on device"), 2, "No space left"),
+        (KeyError("x"), 1, "'x'"),
+        (SystemExit("a message"), 1, "a message"),
+        (ValueError("a\x1b[31mb\udcff"), 2, "a\\x1b[31mb\\udcff"),
+    ],
+)
+def test_any_exception_is_one_line(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("moe_ref.commands.trained_layer", fail)
+    found, out, err = run("info", capfd)
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+class Plugin:
+    """An entry point whose distribution is broken."""
+
+    name, value = "mine", "mine.commands:register"
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def load(self) -> object:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ImportError("no x"), OSError("lib.so"), AttributeError("old"), SystemExit(3)])
+def test_broken_plugin_is_a_note(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("moe_ref.cli.entry_points", lambda group: [Plugin(error)])
+    code, out, err = run("info --json", capfd)
+    assert code == 0
+    assert json.loads(out)
+    assert err.startswith(f"note: commands of mine (mine.commands:register) are not available: {type(error).__name__}")
+    assert err.count("\n") == 1
+    assert "Traceback" in run("info --json --debug", capfd)[2]
+
+
+def test_broken_checks_of_others_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strings(Plugin):
+        def load(self) -> object:
+            return lambda: ["not a check"]
+
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [Plugin(OSError("lib.so")), Strings(OSError())])
+    monkeypatch.setattr(doctor, "reference_checks", list)
+    found = doctor.run_checks()
+    assert found[0].name == "checks of mine (mine.commands:register)"
+    assert found[0].found == "not available: OSError: lib.so"
+    assert "something else than a list of Check" in found[1].found
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "2", "RANK": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK is 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK is 2"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "-1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "LOCAL_RANK is '-1'",
+        ),
+    ],
+)
+def test_broken_environment_is_named(
+    values: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = run("run --tokens 8 --json", capfd)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["1", "x", ""])
+def test_rank_without_a_world_says_nothing(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for arguments in ("run --tokens 8 --json", "info --json"):
+        code, out, err = run(arguments, capfd)
+        assert (code, err) == (0, "")
+        assert json.loads(out)
+
+
 def test_other_ranks_print_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
-    """A rank that is not 0 computes and stays silent (here: a simulated world that believes to be rank 1)."""
+    """What is printed as JSON comes from rank 0 only."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert os.environ.get("WORLD_SIZE") is None
-    for arguments in ("run --tokens 8 --json", "run --tokens 8"):
-        code, out, _ = run(arguments, capfd)
-        assert (code, out) == (0, "")
+    assert run("info --json", capfd)[:2] == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    assert json.loads(run("info --json", capfd)[1])
+
+
+# --- what only another process shows: encodings, pipes, a closed stdout -----------------------------------------------
+
+
+def shell(line: str, **more: str) -> tuple[str, str]:
+    """stdout and stderr of a bash line in which `m` is the program."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    program = f'm() {{ {shlex.quote(sys.executable)} -m moe_ref "$@"; }}; '
+    done = subprocess.run(
+        ["bash", "-c", program + line],
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        env={**kept, "OMP_NUM_THREADS": "1", **more},
+        timeout=300,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["info", "info --json", "--help", "--version", "run --tokens 8"])
+def test_reader_who_leaves_is_no_error(command: str) -> None:
+    assert shell(f"m {command} | true; echo ${{PIPESTATUS[0]}}") == ("0\n", "")
+
+
+def test_first_line_is_enough() -> None:
+    out, err = shell("m info | head -1; echo ${PIPESTATUS[0]}")
+    assert out.split() == ["Configuration", "0"]
+    assert err == ""
+
+
+@pytest.mark.parametrize("command", ["info", "info --json", "--help"])
+def test_closed_or_full_stdout_is_said(command: str) -> None:
+    out, err = shell(f"m {command} >&-; echo $? >&2")
+    assert out == ""
+    assert err.splitlines() == [
+        "error: stdout is closed, so there is nowhere to report to; redirect it (>/dev/null) instead",
+        "2",
+    ]
+    if Path("/dev/full").exists():
+        _, err = shell(f"m {command} >/dev/full; echo $? >&2")
+        assert err.splitlines() == ["error: [Errno 28] No space left on device", "2"]
+
+
+def test_report_in_ascii(tmp_path: Path) -> None:
+    path = tmp_path / "téxt"
+    path.write_text("To be, or not to be")
+    out, err = shell(
+        f"m run --tokens 8 --text {path} && m --help && m doctor", PYTHONIOENCODING="ascii", LC_ALL="C", COLUMNS="200"
+    )
+    assert err == ""
+    assert out.isascii()
+    assert "###" in out
+    assert "sha256" in out
+    assert "t\\xe9xt" in out
+    assert "+- Commands" in out
+
+
+def test_names_of_any_bytes(tmp_path: Path) -> None:
+    name = r"$'n\xff$x\\y$.txt'"
+    line = rf"echo hello >{name} && m run --tokens 8 --text {name} --plot $'p\xff.png' && ls"
+    out, err = shell(f"cd {tmp_path} && {line}")
+    assert err == ""
+    assert "input  n\\udcff$x\\y$.txt, a byte" in out
+    assert out.endswith("p\udcff.png\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from moe_ref.errors import UsageError
 from moe_ref.main_job import Job, Report, run_job
-from moe_ref.report import BUSIEST, amount, bar, plot_report, print_report
+from moe_ref.report import BUSIEST, amount, bar, check_plot_path, plot_report, print_report
 from moe_ref.world import SimulatedWorld
 
 # Small products: a second thread costs more than it gives, above all on a busy machine.
@@ -36,6 +38,8 @@ def test_bars_are_proportional() -> None:
     assert bar(1, 2, 10) == "█" * 5
     assert bar(1, 16, 1) == "▏"
     assert bar(1, 10**6, 10) == "▏", "anything above zero shows"
+    assert bar(1, 2, 10, ascii_only=True) == "#####"
+    assert bar(1, 10**6, 10, ascii_only=True) == "#"
     assert bar(0, 5, 10) == bar(0, 0, 10) == ""
 
 
@@ -91,3 +95,44 @@ def test_picture_that_can_not_be_written(report: Report, tmp_path: Path) -> None
         plot_report(report, tmp_path / "x.doc")
     with pytest.raises(UsageError, match=r"no folder .*; make it, or name another"):
         plot_report(report, tmp_path / "gone" / "x.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match=r"folder.png is a folder, expected a file"):
+        plot_report(report, tmp_path / "folder.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(UsageError, match=r"pipe.png is no regular file, expected a file"):
+        plot_report(report, tmp_path / "pipe.png")
+    with pytest.raises(UsageError, match=r"can't be written: File name too long"):
+        check_plot_path(tmp_path / ("x" * 300 + ".png"))
+
+
+def test_looking_at_the_path_changes_nothing(tmp_path: Path) -> None:
+    there = tmp_path / "there.png"
+    there.write_bytes(b"kept")
+    check_plot_path(there)
+    check_plot_path(tmp_path / "new.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["there.png"]
+    assert there.read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("name", ["a$b$\\frac", "a\udcffb", "a\nb\x1b", "x" * 300])
+def test_picture_of_a_text_of_any_name(report: Report, name: str, tmp_path: Path) -> None:
+    odd = replace(report, values={**report.values, "text": name})
+    plot_report(odd, tmp_path / "p.png")
+    text = shown(odd)
+    assert "\x1b" not in text
+    text.encode()
+
+
+def test_ascii_terminal(report: Report) -> None:
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), "ascii"), width=100, color_system=None)
+    print_report(report, console)
+    console.file.flush()
+    assert isinstance(console.file, io.TextIOWrapper)
+    assert b"####" in console.file.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_narrow_terminal_cuts_no_number(report: Report, width: int) -> None:
+    text = shown(report, width)
+    assert report.values["output_sha256"] in text
+    assert "…" not in text

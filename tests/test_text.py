@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def test_no_bytes_wanted(tmp_path: Path) -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no file .*gone.txt; expected a path, or one of prose, code, excerpt"):
+    with pytest.raises(
+        UsageError, match=r"no file .*gone.txt; expected a file of text .any bytes., or one of prose, code, excerpt"
+    ):
         text.load_text(str(tmp_path / "gone.txt"), 10)
     with pytest.raises(UsageError, match=r"is a folder, expected a file"):
         text.load_text(str(tmp_path), 10)
@@ -84,8 +87,24 @@ def test_bad_files(tmp_path: Path) -> None:
     empty.touch()
     with pytest.raises(UsageError, match=r"is empty; expected a file of at least one byte"):
         text.load_text(str(empty), 10)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"pipe is no regular file \(a device, a pipe or a socket\), expected a file"):
+        text.load_text(str(tmp_path / "pipe"), 10)
+    with pytest.raises(UsageError, match=r"the name of the text is empty; expected a file"):
+        text.load_text("", 10)
     with pytest.raises(ValueError, match=r"length is -1, expected at least 0"):
         text.load_text("prose", -1)
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(b"abc")
+        file.truncate(10**11)
+    loaded = text.load_text(str(path), 5)
+    assert loaded.data == b"abc\0\0"
+    assert loaded.available == 10**11
+    assert not loaded.repeated
 
 
 def test_python_without_the_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
