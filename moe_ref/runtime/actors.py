@@ -45,16 +45,21 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Counts, plan, targets, Dispatch tasks. State: whether this call's plan is known."""
+    """Counts, plan, targets, Dispatch tasks. State: whether this call's plan is known.
+
+    `looked_at` only saves work: the sources below it are known to have sent their counts.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.planned = False
+        self.looked_at = 0
 
     def start(self) -> None:
         """Begin a call: put the counts to everybody; in the paper's layout rows needn't wait for other counts."""
         rank = self.rank
         self.planned = False
+        self.looked_at = 0
         if not rank.rules.keep_counters:
             rank.memory.reset(rank.side, rank.row_side)
         data = rank.data.counts_payload(rank.epoch, rank.index)
@@ -67,10 +72,12 @@ class Gate:
         """Signal of a counts row. Every arrival is a reason to look at all of them."""
         rank = self.rank
         rank.memory.counts_signal[put.epoch % rank.rules.sides][put.source] = enc.counts_signal(put.epoch)
-        want = enc.counts_signal(rank.epoch)
         if rank.epoch < 0 or self.planned:
             return
-        if all(enc.reached(seen, want) for seen in rank.memory.counts_signal[rank.side]):
+        here, want, ranks = rank.memory.counts_signal[rank.side], enc.counts_signal(rank.epoch), rank.call.ranks
+        while self.looked_at < ranks and enc.reached(here[self.looked_at], want):
+            self.looked_at += 1
+        if self.looked_at == ranks:
             self.plan()
 
     def plan(self) -> None:

@@ -70,11 +70,13 @@ def describe(delivery: Delivery) -> str:
 class _Untimed:
     """A transport without time: what was sent lies in `sent` until someone delivers it."""
 
-    def __init__(self, calls: Sequence[CallPlan], processors: int, rules: Rules, data: Data | None = None) -> None:
+    def __init__(
+        self, calls: Sequence[CallPlan], processors: int, rules: Rules, depth: int = 1, data: Data | None = None
+    ) -> None:
         self.calls, self.rules = calls, rules
         self.stamps = Stamps(calls, rules.sides, rules.row_sides)
         self.data: Data = data or self.stamps
-        self.ranks = [Rank(r, calls, processors, self, self.data, rules) for r in range(calls[0].ranks)]
+        self.ranks = [Rank(r, calls, processors, self, self.data, rules, depth) for r in range(calls[0].ranks)]
         self.sent: list[Delivery] = []
         self.ended = [0] * len(self.ranks)
 
@@ -119,12 +121,14 @@ def random_order(
     processors: int = 2,
     rules: Rules | None = None,
     data: Data | None = None,
+    depth: int = 1,
 ) -> int:
     """One run in an order drawn from the seed: either the next message is drawn each time, or each message draws a
     priority when it is sent (so that some stay behind for very long).
 
     Args:
         data: what moves; None checks with stamps, tensors make it a numerical run.
+        depth: mails that a processor can hold.
 
     Returns:
         Number of deliveries.
@@ -134,7 +138,7 @@ def random_order(
     """
     chance = random.Random(seed)
     by_priority = chance.random() < 0.5
-    world = _Untimed(calls, processors, rules or Rules(), data)
+    world = _Untimed(calls, processors, rules or Rules(), depth, data)
     waiting: list[tuple[float, Delivery]] = [(chance.random(), (r.index, Launch(0))) for r in world.ranks]
     steps = 0
     while waiting:
@@ -177,15 +181,20 @@ class Explorer:
     flight (no two equal messages are ever in flight together).
 
     Args:
-        calls, processors, rules: of the case.
+        calls, processors, rules: of the case. depth: mails that a processor can hold.
         inside: leave every message to the adversary, also those inside a rank and a rank's stores to itself.
     """
 
     def __init__(
-        self, calls: Sequence[CallPlan], processors: int = 1, rules: Rules | None = None, inside: bool = False
+        self,
+        calls: Sequence[CallPlan],
+        processors: int = 1,
+        rules: Rules | None = None,
+        inside: bool = False,
+        depth: int = 1,
     ) -> None:
         self.inside = inside
-        self.world = _Untimed(calls, processors, rules or Rules())
+        self.world = _Untimed(calls, processors, rules or Rules(), depth)
         self.stamps = self.world.stamps
         self.flight_shift = RANK_BITS * len(self.world.ranks)
         self.frozen: list[tuple] = []

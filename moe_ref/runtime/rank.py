@@ -199,6 +199,7 @@ class Rank:
         m, s = self.memory, self.scheduler
         (self.epoch, self.gate.planned, counts, arrived, arrived_target, done, done_target, returned, returned_target,
          ready, outstanding, room, (s.assigned, s.total, s.stopped), mails) = state  # fmt: skip
+        self.gate.looked_at = 0
         m.counts_signal, m.arrived, m.arrived_target = ([list(x) for x in v] for v in (counts, arrived, arrived_target))
         m.gemm0_done, m.gemm0_target = list(done), list(done_target)
         m.returned, m.returned_target = ([np.array(x, dtype=np.int64) for x in v] for v in (returned, returned_target))

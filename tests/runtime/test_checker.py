@@ -43,6 +43,14 @@ def test_every_order_of_every_message_is_right():
     assert found.states >= 1_000_000
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_processors_that_hold_a_mail_in_advance(case):
+    found = Explorer(small_case(*CASES[case]), processors=1, depth=2).run()
+    assert found.violation is None, found.path
+    assert found.complete
+    assert found.finals == 1
+
+
 EXPECTED = {
     "signal-before-payload": {"unwritten"},
     "one-side": {"overwritten", "stale", "task"},
@@ -118,7 +126,7 @@ def test_two_thousand_random_orders_are_right():
     for case in range(500):
         calls = _random_calls(case)
         for seed in range(4 * case, 4 * case + 4):
-            deliveries += random_order(calls, seed, processors=1 + seed % 3)
+            deliveries += random_order(calls, seed, processors=1 + seed % 3, depth=1 + seed % 2)
     print(f"2000 random orders of 500 cases, {deliveries} deliveries")
     assert deliveries > 100_000
 
