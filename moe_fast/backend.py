@@ -40,7 +40,7 @@ def engine_for(layer: MoELayer, scheduler: str | None = None) -> Engine:
     Raises:
         UsageError: the layer asks for what the kernel can't do, ranks disagree, or the buffers don't fit.
     """
-    rank, ranks, group = unfused.group_of(layer)
+    _, ranks, group = unfused.group_of(layer)
     unfused.check_layer(layer, "fused", unsupported(layer.config, ranks))
     shape = KernelShape.from_config(
         layer.config, ranks, scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER)
@@ -158,7 +158,6 @@ def _check_shapes(routing: Routing, layer: MoELayer, x: Tensor) -> None:
 
 
 def _launch(engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None) -> Tensor:
-    rank, ranks, _ = unfused.group_of(layer)
     up, down = layer.up_parameter, layer.down_proj
     bias = layer.router.selection_bias
     return engine.launch(

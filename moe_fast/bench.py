@@ -1,10 +1,11 @@
 """Benchmark: fused, unfused (eager and graph-captured) and the dense floor, the same inputs, interleaved in one run.
 
-    python -m moe_fast.bench run --out docs/results/bench-1gpu.json                      one GPU
-    torchrun --nproc-per-node 2 -m moe_fast.bench run --out docs/results/bench-2gpu.json
-    python -m moe_fast.bench table docs/results/bench-2gpu.json [--json]
+    python -m moe_fast.bench run --out docs/results/megakernel-bench-1gpu.json                      one GPU
+    torchrun --nproc-per-node 2 -m moe_fast.bench run --out docs/results/megakernel-bench-2gpu.json
+    python -m moe_fast.bench table docs/results/megakernel-bench-2gpu.json [--json]
 
-Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one run.
+Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one
+run.
 
 "floor" is the same matrix products as dense GEMMs of the library, without routing or communication. Times are
 milliseconds of CUDA events, median over repetitions, of the slowest rank. Every repetition starts with all ranks at a
@@ -258,7 +259,8 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
 def render(results: dict[str, Any]) -> str:
     """The table of a result file."""
     lines = [
-        f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}  fused/floor  eager/f  graph/f"
+        f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}"
+        "  fused/floor  eager/f  graph/f"
     ]
     for row in results["rows"]:
         ms = {name: f"{value['median']:.3f}" for name, value in row["ms"].items()}
@@ -319,21 +321,28 @@ def run_command(
 
 @app.command("trace")
 def trace_command(
-    layer: str = typer.Option("paper-e8", help="Layer."),
-    tokens: int = typer.Option(16384, help="S."),
+    cells: str = typer.Option("paper-e8:16384,qwen3:8192", help="LAYER:S, several by commas."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
-    out: Path | None = typer.Option(None, help="Write the trace here (Chrome format; open it in Perfetto)."),
+    trace: Path | None = typer.Option(None, help="Write the last cell's trace here (Chrome format, for Perfetto)."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Utilisation of the processors and where the rest of the time went, from in-kernel timestamps."""
     _join()
-    result = run_trace(layer, tokens, scheduler, out)
-    if place()[0] == 0:
-        print(json.dumps(result))
+    rows = []
+    for cell in cells.split(","):
+        layer, _, tokens = cell.partition(":")
+        if layer not in LAYERS or not tokens.isdigit():
+            raise UsageError(f"{cell!r} is no LAYER:S; layers: {', '.join(LAYERS)}")
+        rows.append(run_trace(layer, int(tokens), scheduler, trace))
+        if place()[0] == 0:
+            print(json.dumps(rows[-1]), flush=True)
+    if out is not None and place()[0] == 0:
+        write_results(out, {**provenance(_command(), PACKAGES), "rows": rows})
 
 
 @app.command("table")
 def table_command(
-    path: Path = typer.Argument(Path("docs/results/bench-2gpu.json"), help="Result file."),
+    path: Path = typer.Argument(Path("docs/results/megakernel-bench-2gpu.json"), help="Result file."),
     as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
 ) -> None:
     """Show a result file."""

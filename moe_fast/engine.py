@@ -30,7 +30,7 @@ from moe_ref.errors import UsageError
 from moe_ref.layout import ceil_div
 
 TRACKS, EVENTS = 3, 512
-"""Tracks of a block and events of a track in traced variants; the kernel's are `signals.TRACKS` and `signals.EVENTS`."""
+"""Tracks of a block and events of a track in traced variants: those of `signals.TRACKS` and `signals.EVENTS`."""
 
 
 def trace_words(blocks: int) -> int:
@@ -47,7 +47,7 @@ class MegakernelError(RuntimeError):
 
 
 class MegakernelTimeout(MegakernelError):
-    """A wait inside the kernel ran past its deadline: names the rank, the role, what it waited for and how far it was."""
+    """A wait inside the kernel ran past its deadline: names rank, role, what it waited for and how far that was."""
 
 
 class MegakernelInputError(MegakernelError, ValueError):

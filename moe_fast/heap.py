@@ -130,8 +130,8 @@ def check_version(found: Any) -> None:
     if tuple(digits[:2]) < MINIMUM_NVSHMEM:
         wanted = ".".join(map(str, MINIMUM_NVSHMEM))
         raise BackendUnavailable(
-            f"NVSHMEM's host library is {text}, need {wanted}: torch brings an older one; preload the one of the package "
-            "nvidia-nvshmem-cu13 (LD_PRELOAD=.../nvidia/nvshmem/lib/libnvshmem_host.so.3)"
+            f"NVSHMEM's host library is {text}, need {wanted}: torch brings an older one; preload the one of the "
+            "package nvidia-nvshmem-cu13 (LD_PRELOAD=.../nvidia/nvshmem/lib/libnvshmem_host.so.3)"
         )
 
 

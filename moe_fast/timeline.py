@@ -1,8 +1,8 @@
 """The timeline of one call, from timestamps that traced kernel variants write: the simulator's trace format.
 
-Every block notes what its consumers, its storer and its spare warp did and when (globaltimer). A processor's utilisation
-is the time its consumers spent in main loops and epilogues over the wall time of the kernel; waiting for the first
-operands of a task, gate, copying of rows and combine are not counted.
+Every block notes what its consumers, its storer and its spare warp did and when (globaltimer). A processor's
+utilisation is the time its consumers spent in main loops and epilogues over the wall time of the kernel; waiting for
+the first operands of a task, gate, copying of rows and combine are not counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The chain that a user would pick instead of the megakernel: torch gate, sort, all-to-all, grouped_mm, combine.
 
-Two forms of the same arithmetic. `forward` is eager: it asks the host for the splits of the all-to-all, as such code does;
-its operations are frozen, so that ratios in results stay comparable from one version to the next. `Captured` is the tuned
-form: splits frozen for its routing, everything in one CUDA graph.
+Two forms of the same arithmetic. `forward` is eager: it asks the host for the splits of the all-to-all, as such code
+does; its operations are frozen, so that ratios in results stay comparable from one version to the next. `Captured` is
+the tuned form: splits frozen for its routing, everything in one CUDA graph.
 
-It is the baseline of every figure, the second opinion for every value, and what the fused backend's backward recomputes.
+It is the baseline of every figure, the second opinion for every value, and what the fused backend's backward
+recomputes. One difference in arithmetic: the library rounds the first product before the activation; the kernel and
+the reference round after it.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, X local slots, N routed rows.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,10 +37,32 @@ if TYPE_CHECKING:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
-    """One product per expert over consecutive rows; ends_X: where each expert's rows end, int32."""
+def _library(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
     function = getattr(F, "grouped_mm", None) or torch._grouped_mm
     return function(rows_NH, weight_XHD, offs=ends_X)
+
+
+@cache
+def library_takes(dtype: torch.dtype) -> bool:
+    """Whether this torch's grouped_mm takes a dtype on this device; asked once, with a small product."""
+    rows = torch.zeros(32, 32, dtype=dtype, device="cuda")
+    weight = torch.zeros(2, 32, 32, dtype=dtype, device="cuda").transpose(1, 2)
+    try:
+        _library(rows, weight, torch.tensor([16, 32], dtype=torch.int32, device="cuda"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
+    """One product per expert over consecutive rows; ends_X: where each expert's rows end, int32.
+
+    Where the library's grouped_mm doesn't take the dtype, one product after the other (which asks the host).
+    """
+    if library_takes(rows_NH.dtype):
+        return _library(rows_NH, weight_XHD, ends_X)
+    ends = [0, *ends_X.tolist()]
+    return torch.cat([rows_NH[ends[i] : ends[i + 1]] @ weight_XHD[i] for i in range(len(ends) - 1)])
 
 
 @dataclass(frozen=True)
@@ -107,8 +132,8 @@ def feed_forward(rows_NH: Tensor, ends_X: Tensor, weights: ChainWeights, config:
 class Routes:
     """Where rows go, for one batch: integers only.
 
-    order_N: routes sorted by expert (masked ones left out); send, receive: rows per peer (host lists); arrange_N: received
-    rows into expert-major order; ends_X: int32 ends of the local experts; counts_PE: on the host.
+    order_N: routes sorted by expert (masked ones left out); send, receive: rows per peer (host lists); arrange_N:
+    received rows into expert-major order; ends_X: int32 ends of the local experts; counts_PE: on the host.
     """
 
     order_N: Tensor
@@ -198,7 +223,7 @@ def compute(
     returned_NH = x_SH.new_zeros(tokens * k, x_SH.shape[1]).index_copy(0, routes.order_N, out_NH)
     if keep is not None:
         keep["returned"] = returned_NH
-    return (returned_NH.view(tokens, k, -1) * weight_SK.unsqueeze(-1)).sum(1).to(x_SH.dtype)
+    return (returned_NH.view(tokens, k, x_SH.shape[1]) * weight_SK.unsqueeze(-1)).sum(1).to(x_SH.dtype)
 
 
 def forward(x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1) -> Tensor:

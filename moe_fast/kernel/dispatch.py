@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir import ir
 
-from moe_fast.kernel.shapes import BOOST_ROWS, TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
+from moe_fast.kernel.shapes import BOOST_ROWS, BOOST_UNIT, TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     SENT_ROWS,
     Args,
@@ -31,6 +31,7 @@ from moe_fast.kernel.signals import (
     wait_reached,
     write,
 )
+from moe_ref.layout import ceil_div
 
 VECTOR_BYTES = 16
 IN_FLIGHT = 16
@@ -70,22 +71,30 @@ def copy_pair(
 
 
 @cute.jit
-def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, number: Int32, lane: Int32):
-    """One warp sends unit `number` of a destination: up to UNIT_ROWS rows."""
+def push_unit(
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    destination: Int32,
+    number: Int32,
+    rows: cutlass.Constexpr,
+    lane: Int32,
+):
+    """One warp sends unit `number` of a destination, up to `rows` rows of it."""
     starts = k.plan_parts * k.experts
-    begin = read(a.list_start, starts + destination) + number * UNIT_ROWS
+    begin = read(a.list_start, starts + destination) + number * rows
     end = read(a.list_start, starts + destination + 1)
     if begin < end:
         base = peer(a, destination)
         row_bytes = k.hidden * k.element_size
         # Lane r knows row r. A lane beyond the last row repeats the last one: the same bytes to the same place.
-        place = min(begin + lane % UNIT_ROWS, end - 1)
+        place = min(begin + lane % rows, end - 1)
         entry = read(a.send, place, Int64)
         route, row = Int32(entry & 0xFFFFFFFF), Int32(entry >> 32)
         source = a.x + Int64(route // k.top_k) * row_bytes
         target = base + a.rows_at + (Int64(side) * a.rows + row) * row_bytes
         inside = Int64(lane * VECTOR_BYTES)
-        for r in cutlass.range_constexpr(0, UNIT_ROWS, 2):
+        for r in cutlass.range_constexpr(0, rows, 2):
             if begin + r < end:
                 copy_pair(
                     k,
@@ -95,10 +104,10 @@ def push_unit(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destinati
                     cute.arch.shuffle_sync(target, r + 1) + inside,
                     lane,
                 )
-        mine = lane < UNIT_ROWS and begin + lane < end
+        mine = lane < rows and begin + lane < end
         if cutlass.const_expr(k.trace):
             if lane == 0 and destination != a.rank:
-                add(a.control, SENT_ROWS, min(end - begin, Int32(UNIT_ROWS)), "gpu")
+                add(a.control, SENT_ROWS, min(end - begin, Int32(rows)), "gpu")
         if mine:
             home = a.rank * (a.max_tokens * k.top_k) + route
             write(base + a.home_at, side * a.rows + row, home)
@@ -125,25 +134,27 @@ def next_unit(a: Args, side: Int32, head: cutlass.Constexpr, lane: Int32) -> Int
 
 
 @cute.jit
-def boost_units(near_units: Int32) -> Int32:
-    """Local units that all warps send before the first task."""
-    return min(near_units, Int32(BOOST_ROWS // UNIT_ROWS))
+def boost_rows(near_rows: Int32) -> Int32:
+    """Local rows that all warps send before the first task."""
+    return min(near_rows, Int32(BOOST_ROWS))
 
 
 @cute.jit
 def push_first(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, warp: Int32, warps: Int32, lane: Int32):
     """Warp number `warp` of all consumer warps: its share of the first local rows."""
     if not aborted(a):
-        for unit in range(warp, boost_units(read(a.plan, PlanWord.NEAR_UNITS)), warps):
-            push_unit(k, a, side, a.rank, unit, lane)
+        units = ceil_div(boost_rows(read(a.plan, PlanWord.NEAR_ROWS)), BOOST_UNIT)
+        for unit in range(warp, units, warps):
+            push_unit(k, a, side, a.rank, unit, BOOST_UNIT, lane)
 
 
 @cute.jit
 def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
     """A spare warp: remote and local rows in turn, until none is left. Remote ones go to all peers in turn."""
-    near_units = read(a.plan, PlanWord.NEAR_UNITS)
+    near_rows = read(a.plan, PlanWord.NEAR_ROWS)
+    near_units = Int32(ceil_div(near_rows, UNIT_ROWS))
+    begun = Int32(ceil_div(boost_rows(near_rows), UNIT_ROWS))
     far_units = read(a.plan, PlanWord.FAR_UNITS)
-    begun = boost_units(near_units)
     near, far = Boolean(near_units > begun), Boolean(far_units > 0)
     while near or far:
         if cutlass.const_expr(k.ranks > 1):
@@ -153,12 +164,12 @@ def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int
                 if far:
                     others = k.ranks - 1
                     destination = (a.rank + 1 + unit % others) % k.ranks
-                    push_unit(k, a, side, destination, unit // others, lane)
+                    push_unit(k, a, side, destination, unit // others, UNIT_ROWS, lane)
         if near:
             unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
             near = unit < near_units
             if near:
-                push_unit(k, a, side, a.rank, unit, lane)
+                push_unit(k, a, side, a.rank, unit, UNIT_ROWS, lane)
 
 
 @cute.jit

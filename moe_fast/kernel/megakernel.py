@@ -34,6 +34,7 @@ from moe_fast.kernel.gemm import (
     load_logits,
     load_product,
     multiply,
+    pass_over,
     return_rows,
     store_chunks,
     tiled_mma,
@@ -209,7 +210,8 @@ class MegaKernel:
                 if warp_id == 0:
                     self.load(
                         a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond,
-                        sA, sBh, sG, ab_full, ab_empty, slot, word_full, word_empty, side, block, processors, token_tiles,
+                        sA, sBh, sG, ab_full, ab_empty, slot, word_full, word_empty, side, block, processors,
+                        token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
@@ -231,8 +233,8 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
-                a, sA, sB, sG, sC, s.sC.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty, sent, slot, word_full, word_empty,
-                epoch, side, block, blocks, processors, token_tiles, thread - 128,
+                a, sA, sB, sG, sC, s.sC.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty, sent, slot,
+                word_full, word_empty, epoch, side, block, blocks, processors, token_tiles, thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()
@@ -280,8 +282,8 @@ class MegaKernel:
             pairs.append(
                 cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2))
             )
-        # A gated task takes gate rows and up rows, D apart: the up rows are the same tensor seen from row D on. Rows beyond
-        # the matrix are zeros (TMA), columns beyond D are not stored (TMA again).
+        # A gated task takes gate rows and up rows, D apart: the up rows are the same tensor seen from row D on. Rows
+        # beyond the matrix are zeros (TMA), columns beyond D are not stored.
         tUp = cute.domain_offset((k.intermediate, 0, 0), tFirst) if cutlass.const_expr(k.gated) else tFirst
         for atom, tensor in ((aFirst, tFirst), (aFirst, tUp), (aSecond, tSecond)):
             tiled = cute.local_tile(tensor, (HALF_COLUMNS, TILE_K), (None, None, None))
@@ -434,8 +436,9 @@ class MegaKernel:
     def consume(
         self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, memory: cute.Pointer,
         scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer,
-        chunk_empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
-        block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
+        chunk_empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
+        word_empty: cute.Pointer, epoch: Int32, side: Int32, block: Int32, blocks: Int32, processors: Int32,
+        token_tiles: Int32, thread: Int32,
     ):  # fmt: skip
         """The two consumer warpgroups, 256 threads."""
         k, dtype = self.shape, self.dtype
@@ -508,6 +511,7 @@ class MegaKernel:
                 depth = Int32(k.depth1)
                 if kind == GEMM0:
                     depth = Int32(k.depth0)
+                filled = read(a.tile_rows, row_tile)
                 # the wait for the first operands is not work
                 cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
                 start = self.now()
@@ -515,7 +519,10 @@ class MegaKernel:
                 if kind != GEMM0:
                     # asked for now, when the rows and their homes have arrived for sure; needed after the product
                     address = home_address(k, a, side, row_tile, warp_id * 16 + lane % 16)
-                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+                if group == 0 or filled > TILE_ROWS // 2:
+                    count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+                else:
+                    count = pass_over(full, empty, count, depth)
                 if kind == GEMM0:
                     store_chunks(
                         k.activation, 2 if k.gated else 4, k.gated, dtype, group, parity, flat, copy, buffers,

@@ -175,9 +175,7 @@ def make_plan(
         sent = cute.arch.load(list_at + p + 1, Int32) - cute.arch.load(list_at + p, Int32)
         if p != a.rank:
             far = max(far, Int32(ceil_div(sent, UNIT_ROWS)))
-    near = Int32(
-        ceil_div(cute.arch.load(list_at + a.rank + 1, Int32) - cute.arch.load(list_at + a.rank, Int32), UNIT_ROWS)
-    )
+    near = cute.arch.load(list_at + a.rank + 1, Int32) - cute.arch.load(list_at + a.rank, Int32)
     first_here = cute.arch.load(tile_at + a.rank, Int32)
     row_tiles = cute.arch.load(tile_at + a.rank + 1, Int32) - first_here
     usable = (cute.arch.load(scratch + 8, Int32) != 0) and (status & Status.OVERFLOW) == 0
@@ -216,7 +214,7 @@ def make_plan(
         write(targets, tile, next_target(read(targets, tile), filled))
     if thread == 0:
         write(a.plan, PlanWord.ROW_TILES, row_tiles)
-        write(a.plan, PlanWord.NEAR_UNITS, near)
+        write(a.plan, PlanWord.NEAR_ROWS, near)
         write(a.plan, PlanWord.FAR_UNITS, far * (k.ranks - 1))
         write(a.plan, PlanWord.USABLE, Int32(usable))
         write(a.plan, PlanWord.STATUS, 0)

@@ -47,8 +47,8 @@ from moe_ref.runtime.encoding import (
 
 
 @cute.jit
-def ticket_word(k: cutlass.Constexpr[KernelShape], a: Args, ticket: Int32, row_tiles: Int32) -> Int64:
-    """Task number `ticket` of the ordered list.
+def ticket_place(k: cutlass.Constexpr[KernelShape], ticket: Int32, row_tiles: Int32) -> tuple[Boolean, Int32, Int32]:
+    """Task number `ticket` of the ordered list: (is it GEMM1, row tile, column tile).
 
     Row tiles are taken in groups of G. The list is: GEMM0 of group 0, then for each following group its GEMM0 and the
     GEMM1 of the group before, at last the GEMM1 of the last group. Within a group the row tile runs fastest, so a
@@ -78,8 +78,13 @@ def ticket_word(k: cutlass.Constexpr[KernelShape], a: Args, ticket: Int32, row_t
                 place = place - full1
                 group = pair + 1
     members = min(row_tiles - group * size, Int32(size))
-    row_tile = group * size + place % members
-    column = place // members
+    return second, group * size + place % members, place // members
+
+
+@cute.jit
+def ticket_word(k: cutlass.Constexpr[KernelShape], a: Args, ticket: Int32, row_tiles: Int32) -> Int64:
+    """Word of task number `ticket` of the ordered list."""
+    second, row_tile, column = ticket_place(k, ticket, row_tiles)
     kind = Int32(GEMM0)
     if second:
         kind = Int32(GEMM1)
@@ -140,8 +145,14 @@ def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_t
 def next_mail(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, processor: Int32, processors: Int32, number: Int32
 ) -> Int64:
-    """Take mail `number` (from 1); a task whose row tile is padding of a block is handed back as NONE."""
+    """Ask for and take mail `number` (from 1); a task whose row tile is padding of a block comes as NONE.
+
+    The Scheduler sends a mail once the one before is acknowledged. It is acknowledged here, when there is room for the
+    next task, not when it was taken: a processor then holds one task in advance, and none is stuck behind a long one
+    while others idle at the end.
+    """
     counters = side_counters(a, side)
+    write(counters, taken_at(a, processor), number - 1, sem="relaxed", scope="gpu")
     box = mail_at(a, processors, processor)
     mail = read(counters, box, Int64, sem="relaxed", scope="gpu")
     turns = Int32(0)
@@ -159,7 +170,6 @@ def next_mail(
                 fail(a, Role.DISPATCHER, Wait.MAIL, processor, number - 1, number)
                 go = Boolean(False)
                 mail = Int64(STOP)
-    write(counters, taken_at(a, processor), number, sem="relaxed", scope="gpu")
     return mail_task(mail)
 
 

@@ -30,8 +30,10 @@ THREADS = 384
 MAX_EXPERTS = 256
 """The gate's logits of a token tile are one wgmma tile wide."""
 MAX_TOP_K = 8
-UNIT_ROWS = 4
+UNIT_ROWS = 8
 """Rows that a warp copies under one fence."""
+BOOST_UNIT = 4
+"""The same for the first rows, where there are more warps than units: shorter is sooner."""
 BOOST_ROWS = 3072
 """Local rows that all warps copy together before the first task, instead of the spare warps alone: a first wave's."""
 TOKEN_TILE = 32
@@ -51,7 +53,7 @@ class Counter:
 class PlanWord:
     """Index of each word that the planner publishes."""
 
-    ROW_TILES, NEAR_UNITS, FAR_UNITS, STATUS, USABLE = range(5)
+    ROW_TILES, NEAR_ROWS, FAR_UNITS, STATUS, USABLE = range(5)
 
 
 class Status:

@@ -44,7 +44,7 @@ def test_variant_compiles_for_hopper(name, tmp_path):
         pytest.skip("no nvdisasm: resources checked, instructions not counted")
     assert found["wgmma"] >= 8, found
     assert found["tma_loads"] >= 9, found
-    assert found["tma_stores"] >= 4, found
+    assert found["tma_stores"] >= 2, found
     assert found["spills"] == 0, found
 
 

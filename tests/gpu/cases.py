@@ -1,7 +1,7 @@
 """The differential matrix: a pairwise covering of its axes, small enough to run in a minute.
 
-Axes that decide the compiled kernel (activation, dtype, K, E, scheduler, gate flavour) make SHAPES; every shape then runs
-all S with a routing each, so that over the shapes each S meets each routing. Nothing of that recompiles.
+Axes that decide the compiled kernel (activation, dtype, K, E, scheduler, gate flavour) make SHAPES; every shape then
+runs all S with a routing each, so that over the shapes each S meets each routing. Nothing of that recompiles.
 """
 
 from __future__ import annotations

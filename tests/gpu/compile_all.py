@@ -1,4 +1,4 @@
-"""Compile every kernel that the GPU tests and the benchmark need, in parallel: compile_all.py RANKS [tests] [bench] [trace]."""
+"""Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [bench] [trace]."""
 
 import multiprocessing
 import os

@@ -1,7 +1,7 @@
 """What the GPU tests share: inputs, routings, the expected content of every buffer, and the comparison.
 
 Expected buffers are computed on the GPU, expert by expert, in fp32 from the same rounded inputs, straight from the
-definition (design: rows expert-major, then source rank, then token; hidden and output rounded once; fp32 sum in k order).
+definition: rows expert-major, then source rank, then token; hidden and output rounded once; fp32 sum in k order.
 Nothing here uses the kernel's own offsets.
 
 Letters: S tokens of a rank, H hidden, E experts, K choices, P ranks, X local slots.
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from moe_fast import unfused
 from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
@@ -67,8 +68,8 @@ class Case:
     def __str__(self) -> str:
         act = self.activation + ("*u" if self.gated else "")
         return (
-            f"H{self.hidden} D{self.intermediate} E{self.experts} K{self.top_k} {act} {self.dtype} S{list(self.tokens)} "
-            f"{self.routing} {self.scheduler}"
+            f"H{self.hidden} D{self.intermediate} E{self.experts} K{self.top_k} {act} {self.dtype} "
+            f"S{list(self.tokens)} {self.routing} {self.scheduler}"
         )
 
 
@@ -82,7 +83,7 @@ _engines: dict = {}
 
 def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
     """Engine of a case, kept: engines of one shape share buffers."""
-    rank, ranks = rank_and_size()
+    _, ranks = rank_and_size()
     shape = KernelShape.from_config(case.config, ranks, case.scheduler)
     key = (shape, case.max_tokens)
     if key not in _engines:
@@ -265,6 +266,11 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
     want = (w * exact.view(-1, c.top_k, c.hidden)).sum(1)
     errors["y"] = relative(y, want)
     assert errors["y"] <= limit, errors
+    # no worse than what the unfused chain makes of the same routing
+    other = unfused_result(case, inputs, all_ids, weight, want_counts)
+    if other is not None:
+        errors["unfused"] = relative(other, want)
+        assert errors["y"] <= 1.5 * errors["unfused"] + 1e-6, errors
     # the combine itself, from the returned rows that are there: fp32, k order, one rounding
     total = torch.zeros(x.shape, device=x.device)
     for k in range(c.top_k):
@@ -274,6 +280,23 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
     errors["combine"] = relative(y, total.to(dtype))
     assert errors["combine"] <= limit / 8, errors
     return errors
+
+
+def unfused_result(
+    case: Case, inputs: Inputs, all_ids: list[torch.Tensor], weight: torch.Tensor, counts_PE: torch.Tensor
+) -> torch.Tensor | None:
+    """The unfused chain's result for the kernel's routing; None where a rank has no token or row."""
+    rank, ranks = rank_and_size()
+    c = case.config
+    bounds = [unfused.local_experts(c, p, ranks) for p in range(ranks)]
+    if any(int(counts_PE[:, a:b].sum()) == 0 for a, b in bounds) or any(x.shape[0] == 0 for x in inputs.x):
+        return None
+    low, high = bounds[rank]
+    weights = unfused.ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
+    routes = unfused.make_routes(all_ids[rank], c, None, ranks)
+    masked = torch.where(all_ids[rank] >= 0, weight, torch.zeros_like(weight))
+    with torch.no_grad():
+        return unfused.compute(inputs.x[rank], masked, routes, weights, c, None, ranks)
 
 
 def gather_ids(mine: torch.Tensor, inputs: Inputs, ranks: int) -> list[torch.Tensor]:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 SCENARIOS = (
-    "special", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training", "matrix", "timeout",
+    "special", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training", "matrix",
+    "timeout",
 )  # fmt: skip
 HERE = Path(__file__).parent
 
