@@ -159,7 +159,9 @@ with torch.no_grad():
     _, stats = trained(hidden_states(tiny_moe()[0], text, len(text)), return_stats=True)
 load_E = stats.expert_load
 print(f"{len(text)} tokens x {config.top_k} choices = {load_E.sum()} rows on {config.experts} experts")
-print(f"busiest expert {load_E.max()} rows, mean {load_E.mean():.0f}: {load_E.max() / load_E.mean():.2f} times the mean")
+print(
+    f"busiest expert {load_E.max()} rows, mean {load_E.mean():.0f}: {load_E.max() / load_E.mean():.2f} times the mean"
+)
 
 # %%
 # figure: Rows per expert, sorted. The dashed line is the mean. Whoever holds the experts on the left works longest.

@@ -57,9 +57,16 @@ print(inspect.getsource(layout.fixed_row))
 # %%
 C = int(layout.align_up(counts_PE.max(), T))
 addresses = [
-    layout.fixed_row(p, r, b, x, i, X, C) for p in range(P) for r in (0, 1) for b in (0, 1) for x in range(X) for i in (0, C - 1)
+    layout.fixed_row(p, r, b, x, i, X, C)
+    for p in range(P)
+    for r in (0, 1)
+    for b in (0, 1)
+    for x in range(X)
+    for i in (0, C - 1)
 ]
-print(f"{len(addresses)} corner coordinates, {len(set(addresses))} different addresses, heap of {P * 2 * 2 * X * C} rows")
+print(
+    f"{len(addresses)} corner coordinates, {len(set(addresses))} different addresses, heap of {P * 2 * 2 * X * C} rows"
+)
 
 # %% [markdown]
 # ## Compact: three numbers
@@ -75,7 +82,9 @@ compact = layout.CompactLayout.from_plan(plan, T)
 for source in range(3):
     print(f"rank {source} writes its rows for slot 1 of rank 0 from heap row {compact.first_row(source, 0, 1)} on")
 rows = compact.receive_rows(0)
-print(f"rank 0 receives {len(rows)} rows at {len(set(rows.tolist()))} different addresses, heap of {compact.heap_rows(0)}")
+print(
+    f"rank 0 receives {len(rows)} rows at {len(set(rows.tolist()))} different addresses, heap of {compact.heap_rows(0)}"
+)
 
 # %% [markdown]
 # Both functions are called by the reference with Python integers and traced by the megakernel's compiler with GPU
@@ -109,7 +118,9 @@ shares = np.array([filled(rng.multinomial(t * K, np.full(E, 1 / E), size=P), T) 
 fig, ax = plt.subplots()
 ax.plot(tokens, shares[:, 0] * 100, "o-", label="fixed: a tile has one source")
 ax.plot(tokens, shares[:, 1] * 100, "o-", label="compact: tiles mix sources")
-ax.set(xscale="log", xlabel="tokens per rank", ylabel="useful rows, %", xticks=tokens, xticklabels=tokens, ylim=(0, 102))
+ax.set(
+    xscale="log", xlabel="tokens per rank", ylabel="useful rows, %", xticks=tokens, xticklabels=tokens, ylim=(0, 102)
+)
 ax.minorticks_off()
 ax.legend()
 plt.show()
@@ -162,7 +173,14 @@ for name in ("compact", "fixed"):
 # ## Check
 
 # %%
-every = [layout.fixed_row(p, r, b, x, i, 3, 5) for p in range(4) for r in (0, 1) for b in (0, 1) for x in range(3) for i in range(5)]
+every = [
+    layout.fixed_row(p, r, b, x, i, 3, 5)
+    for p in range(4)
+    for r in (0, 1)
+    for b in (0, 1)
+    for x in range(3)
+    for i in range(5)
+]
 assert sorted(every) == list(range(len(every))), "the fixed layout is a bijection: no gap, no address twice"
 for rank in range(P):
     rows = compact.receive_rows(rank)

@@ -118,17 +118,27 @@ for name, r in results.items():
 import matplotlib.pyplot as plt
 
 colours = {"gemm0": "#0072B2", "gemm1": "#56B4E9", "combine": "#009E73", "rows": "#D55E00", "results": "#E69F00"}
-chain_names = {"product 0": "gemm0", "product 1": "gemm1", "all-to-all out": "rows", "all-to-all home": "results", "weigh and sum": "combine"}
+chain_names = {
+    "product 0": "gemm0",
+    "product 1": "gemm1",
+    "all-to-all out": "rows",
+    "all-to-all home": "results",
+    "weigh and sum": "combine",
+}
 captured = compare(work, h200, ("bulk",), record=True, captured=True)["bulk"]
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True, height_ratios=(1, 3))
 for i in captured.intervals:
     if i.rank == 0:
-        axes[0].barh(0, i.duration_us, left=i.start_us, color=colours.get(chain_names.get(i.name, ""), "#999999"), height=0.8)
+        axes[0].barh(
+            0, i.duration_us, left=i.start_us, color=colours.get(chain_names.get(i.name, ""), "#999999"), height=0.8
+        )
 rows = [f"processor {p}" for p in range(10)] + ["link"]
 for i in results["megakernel"].intervals:
     if i.rank == 0 and i.actor in rows:
         kind = i.name if i.name in colours else i.name.split(" ")[0]
-        axes[1].barh(rows.index(i.actor), i.duration_us, left=i.start_us, color=colours.get(kind, "#999999"), height=0.8)
+        axes[1].barh(
+            rows.index(i.actor), i.duration_us, left=i.start_us, color=colours.get(kind, "#999999"), height=0.8
+        )
 axes[0].set(yticks=[0], yticklabels=["chain"], title="One MoE layer, chain of launches and megakernel")
 axes[1].set(yticks=range(len(rows)), yticklabels=rows, xlabel="time, us", ylim=(len(rows) - 0.4, -0.6))
 handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (*colours.values(), "#999999")]

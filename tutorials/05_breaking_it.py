@@ -30,7 +30,10 @@ shape = TileShape(hidden=8, intermediate=8, top_k=2, tile_rows=2, tile_columns=4
 
 def make_calls(*routings):
     """Calls of two ranks with one expert each; a routing is expert ids [S, K] per rank."""
-    return [make_call(list(map(np.array, ids)), Placement.contiguous(2, 2), shape, epoch=i) for i, ids in enumerate(routings)]
+    return [
+        make_call(list(map(np.array, ids)), Placement.contiguous(2, 2), shape, epoch=i)
+        for i, ids in enumerate(routings)
+    ]
 
 
 # In the first call rank 0 keeps all its rows, so it can run ahead of rank 1.

@@ -112,7 +112,9 @@ if importlib.util.find_spec("cutlass") and importlib.util.find_spec("nvshmem"):
         if find_nvdisasm():
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(cubin_of(path.read_bytes()))
-            listing = subprocess.run([find_nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True).stdout.split("\n")
+            listing = subprocess.run(
+                [find_nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True
+            ).stdout.split("\n")
     source = "compiled on this machine"
 else:
     recorded = json.loads(Path("docs/results/megakernel_code.json").read_text())
@@ -185,7 +187,10 @@ ax.invert_yaxis()
 if measured:
     ax.legend()
 plt.show()
-print("measured:", {list(ladder)[k]: round(v) for k, v in sorted(measured.items())} or "no benchmark of this layer is recorded yet")
+print(
+    "measured:",
+    {list(ladder)[k]: round(v) for k, v in sorted(measured.items())} or "no benchmark of this layer is recorded yet",
+)
 
 # %% [markdown]
 # Why one kernel is not automatically fast:

@@ -143,7 +143,10 @@ one, other = veteran.solve(loads), newcomer.solve(loads)
 apart = int(np.abs(one.rows_ED - other.rows_ED).max())
 print(f"same maximum: {one.max_load} and {other.max_load}; largest difference on one replica: {apart} rows")
 again = schedule(batches[20], overlapping)
-print("the flow, asked twice:", "same plan" if again.digest() == schedule(batches[20], overlapping).digest() else "differs")
+print(
+    "the flow, asked twice:",
+    "same plan" if again.digest() == schedule(batches[20], overlapping).digest() else "differs",
+)
 
 # %% [markdown]
 # A rank that expects 900 rows of a replica and gets 1500 does not crash. It waits for rows that never come, or reads some
@@ -158,7 +161,9 @@ print("the flow, asked twice:", "same plan" if again.digest() == schedule(batche
 # %%
 share = np.mean([schedule(b, overlapping).local_share for b in batches])
 plain_share = np.mean([schedule(b, plain).local_share for b in batches])
-print(f"rows that stay on their rank: {share:.1%} with scheduling, {plain_share:.1%} without replicas (1/G = {1 / G:.1%})")
+print(
+    f"rows that stay on their rank: {share:.1%} with scheduling, {plain_share:.1%} without replicas (1/G = {1 / G:.1%})"
+)
 
 # %% [markdown]
 # Balance and locality are won together: the search starts from "every rank serves itself" and levels only what is too much.

@@ -106,7 +106,15 @@ fig, axes = plt.subplots(1, 2, figsize=(7.2, 3.6))
 for ax, placement in zip(axes, (graphs["symmetric"], big.placement), strict=True):
     graph = shared_experts(placement)
     weights = [graph.edges[edge]["weight"] for edge in graph.edges]
-    nx.draw(graph, nx.circular_layout(graph), ax=ax, node_size=40, node_color="C1", edge_color="C0", width=np.array(weights) * 0.6)
+    nx.draw(
+        graph,
+        nx.circular_layout(graph),
+        ax=ax,
+        node_size=40,
+        node_color="C1",
+        edge_color="C0",
+        width=np.array(weights) * 0.6,
+    )
     ax.set_title(f"{placement.num_ranks} ranks, {placement.num_experts} experts")
 plt.show()
 
@@ -130,7 +138,11 @@ def mean_ratio(placement):
 
 
 stale = asymmetric(as_prediction(model.stale_popularity()), G, slots=E * 2 // G)
-for name, placement in (("symmetric", graphs["symmetric"]), ("asymmetric", made), ("asymmetric, made for stale loads", stale)):
+for name, placement in (
+    ("symmetric", graphs["symmetric"]),
+    ("asymmetric", made),
+    ("asymmetric, made for stale loads", stale),
+):
     print(f"{name:33} busiest rank {mean_ratio(placement):.3f} times the mean at s = {skew}")
 
 # %% [markdown]
@@ -154,7 +166,12 @@ from pathlib import Path
 recorded = json.loads((Path("docs/results") / "balance_8x32.json").read_text())
 sweep = recorded["sweep"]
 fig, ax = plt.subplots(figsize=(7.2, 4.0))
-shown = {"plain": "no replicas", "smartmoe_style": "SmartMoE-style", "flexmoe_style": "FlexMoE-style", "eplb_style": "EPLB-style"}
+shown = {
+    "plain": "no replicas",
+    "smartmoe_style": "SmartMoE-style",
+    "flexmoe_style": "FlexMoE-style",
+    "eplb_style": "EPLB-style",
+}
 shown |= {"symmetric": "symmetric + scheduling", "asymmetric": "asymmetric + scheduling"}
 for i, (key, label) in enumerate(shown.items()):
     ax.plot([r["zipf"] for r in sweep], [r[key]["mean"] for r in sweep], "o-", color=f"C{i}", label=label, ms=4)
@@ -171,7 +188,9 @@ plt.show()
 
 # %%
 for ranks, experts, replicas in ((8, 32, 2), (16, 64, 2), (64, 256, 2), (64, 256, 8)):
-    print(f"{ranks:3d} ranks, {experts:3d} experts, {replicas} replicas: s <= {zipf_limit(ranks, experts, replicas):.2f}")
+    print(
+        f"{ranks:3d} ranks, {experts:3d} experts, {replicas} replicas: s <= {zipf_limit(ranks, experts, replicas):.2f}"
+    )
 
 # %% [markdown]
 # ## Check

@@ -65,7 +65,9 @@ from moe_ref.train.job import TrainJob, train
 
 job = TrainJob(steps=45, experts=16, top_k=2, replicas=2, interval=15, balance=0.0, sequences=16, context=128)
 outcome, training = train(job, SimulatedWorld(8))
-print(f"{sum(p.numel() for p in training.parameters()):,} parameters, {len(training.layers)} MoE layers of {job.experts} experts")
+print(
+    f"{sum(p.numel() for p in training.parameters()):,} parameters, {len(training.layers)} MoE layers of {job.experts} experts"
+)
 print(f"bits per byte: {outcome.losses[0]:.2f} -> {outcome.losses[-1]:.2f} in {job.steps} steps")
 
 # %% [markdown]
@@ -78,7 +80,9 @@ import matplotlib.pyplot as plt
 load_TE = np.array(outcome.load_TLE)[:, 1]
 plain_T, scheduled_T = np.array(outcome.plain_TL)[:, 1], np.array(outcome.scheduled_TL)[:, 1]
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 5.0), sharex=True)
-axes[0].imshow(load_TE.T, aspect="auto", cmap="viridis", interpolation="nearest", extent=(0.5, job.steps + 0.5, 15.5, -0.5))
+axes[0].imshow(
+    load_TE.T, aspect="auto", cmap="viridis", interpolation="nearest", extent=(0.5, job.steps + 0.5, 15.5, -0.5)
+)
 axes[0].set(ylabel="expert", title="A gate that learns, without a balancing loss")
 axes[0].grid(False)
 steps = np.arange(1, job.steps + 1)
@@ -101,7 +105,9 @@ plt.show()
 
 # %%
 for decision in outcome.decisions:
-    print(f"step {decision['step']:3d} {decision['layer']}: {'moved' if decision['moved'] else 'stayed'}; {decision['reason']}")
+    print(
+        f"step {decision['step']:3d} {decision['layer']}: {'moved' if decision['moved'] else 'stayed'}; {decision['reason']}"
+    )
 print(f"{outcome.moves} experts moved, {outcome.moved_bytes / 1e6:.1f} MB with their optimiser state")
 
 # %% [markdown]

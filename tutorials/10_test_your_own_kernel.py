@@ -123,8 +123,7 @@ print(report_3)
 # %%
 def sums_in_16_bits(x, weights, routing):
     y = torch.zeros_like(x, dtype=torch.bfloat16)
-    S, K = routing.expert_SK.shape
-    for k in range(K):
+    for k in range(routing.expert_SK.shape[1]):
         for e in range(len(weights["down_proj"])):
             token = (routing.expert_SK[:, k] == e).nonzero()[:, 0]
             part = routing.weight_SK[token, k, None] * ffn(x[token], weights, e)

@@ -92,7 +92,8 @@ def _figure(number: str) -> str:
     block = page.markdown[page.markdown.index(drawn[-1]) :]
     caption = block[block.index("<figcaption>") + 12 : block.index("</figcaption>")]
     link = f"tutorials/{page.name}.md"
-    return f"[![{caption}](tutorials/{drawn[-1]})]({link})\n\n<small>{caption} From [tutorial {int(number)}]({link}).</small>"
+    picture = f"[![{caption}](tutorials/{drawn[-1]})]({link})"
+    return f"{picture}\n\n<small>{caption} From [tutorial {int(number)}]({link}).</small>"
 
 
 def _skew(name: str) -> str:

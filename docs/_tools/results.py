@@ -19,6 +19,9 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PROVENANCE_KEYS = ("date", "commit", "device", "driver", "packages", "command")
 
+MISSING = "\N{EN DASH}"
+"""Stands in a table where nothing was recorded."""
+
 LONG_LIST = 24
 """Lists of numbers longer than this are shown by their length and range."""
 
@@ -69,7 +72,7 @@ def number(value: Any, form: str = "") -> str:
     if form:
         return format(value, form)
     if value is None:
-        return "–"
+        return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -88,7 +91,7 @@ def number(value: Any, form: str = "") -> str:
 
 
 def _headed(rows: list[list[str]], columns: list[str]) -> str:
-    numeric = [all(re.fullmatch(r"[-–\d.,e+%]+|", row[i]) for row in rows) for i in range(len(columns))]
+    numeric = [all(re.fullmatch(rf"[-{MISSING}\d.,e+%]+|", row[i]) for row in rows) for i in range(len(columns))]
     lines = ["| " + " | ".join(columns) + " |", "|" + "|".join("---:" if n else "---" for n in numeric) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -110,7 +113,7 @@ def table(items: Any, keys: list[str] | None = None) -> str:
             try:
                 row.append(number(find(item, key) if "." in key and key not in item else item.get(key)))
             except ResultMissing:
-                row.append("–")
+                row.append(MISSING)
         rows.append(row)
     return _headed(rows, [k.removesuffix(".mean").replace("_", " ") or " " for k in keys])
 
@@ -179,7 +182,7 @@ def page(name: str) -> str:
     rest = {key: value for key, value in values.items() if key not in PROVENANCE_KEYS}
     title = str(rest.pop("title", name.replace("_", " ").capitalize()))
     intro = str(rest.pop("description", ""))
-    note = "Every number on this page comes from the file named below; `-` stands where nothing was recorded."
+    note = f"Every number on this page comes from the file named below; {MISSING} stands where nothing was recorded."
     return "\n".join([f"# {title}", "", intro, "", note, "", provenance(name), "", *_object(rest, 2)])
 
 

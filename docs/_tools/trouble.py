@@ -1,4 +1,4 @@
-"""The page "What goes wrong in practice": its table is data, so that a test can hold every named test against reality."""
+"""The page "What goes wrong in practice": a table whose tests are held against reality."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROWS = (
     Row("Stream semantics", "DeepEP 589", "all work on the caller's current stream", (GPU,)),
     Row("The persistent grid is not resident as a whole, or a peer died", "sglang 36657",
         "grid no larger than what is resident; every wait has a deadline and names who waited for what", (GPU,)),
-    Row("Expert id −1, a masked route", "transformers 40545", "contributes nothing, never aliases expert 0",
+    Row("Expert id \N{MINUS SIGN}1, a masked route", "transformers 40545", "contributes nothing, never aliases expert 0",
         ("tests/test_edge_cases.py::test_13",)),
     Row("K = 1, and renormalisation", "sglang 35160, vllm 43694, axolotl 3411",
         "an explicit flag; the weight is applied exactly once; 0/0 is guarded",

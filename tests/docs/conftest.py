@@ -9,7 +9,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
 
-from docs_support import MISSING, ROOT, mkdocs_build
+from docs_support import MISSING, ROOT, mkdocs_build  # noqa: E402
 
 
 @pytest.fixture(scope="session")

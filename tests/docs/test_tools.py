@@ -8,7 +8,7 @@ import re
 import pytest
 from docs_support import ROOT, needs_docs
 
-from docs._tools import api, docstrings, render, results, trouble
+from docs._tools import api, render, results, trouble
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ def test_every_recorded_result_has_a_page(name: str) -> None:
     assert "None" not in page
 
 
+@needs_docs
 @pytest.mark.parametrize(
     ("text", "quoted"),
     [
@@ -87,6 +88,8 @@ def test_every_recorded_result_has_a_page(name: str) -> None:
     ],
 )
 def test_indices_are_no_references(text: str, quoted: str) -> None:
+    from docs._tools import docstrings
+
     assert docstrings.quoted(text) == quoted
 
 

@@ -1,7 +1,7 @@
 """Every tutorial keeps the template, is a plain script, runs, and passes its own checks.
 
-A tutorial is executed once, by the renderer; the site is then built from what that left in the cache. That the script is
-the same program is checked on its text: the cells hold plain Python, so nothing can differ.
+A tutorial is executed once, by the renderer; the site is then built from what that left in the cache. That the script
+is the same program is checked on its text: the cells hold plain Python, so nothing can differ.
 """
 
 from __future__ import annotations
@@ -20,6 +20,18 @@ from docs._tools import render
 
 TUTORIALS = render.tutorials()
 NAMES = [path.stem for path in TUTORIALS]
+PARTS = (
+    "# **Question.**",
+    "# **Time**",
+    "**Needs**",
+    '!!! question "Predict first"',
+    "# ## Check",
+    '!!! abstract "What the real kernel does instead"',
+    "# ## Exercises",
+    "# ## In the papers",
+)
+"""What every tutorial has."""
+
 SECONDS = {"09": 90.0}
 """Longest that a tutorial may take on two idle cores; 40 s where nothing is said. Tests allow three times as much,
 because they share the machine."""
@@ -42,8 +54,7 @@ def test_keeps_the_template(path) -> None:
     text = path.read_text()
     cells = _cells(text)
     prose = "\n".join(source for kind, source in cells if kind == "text")
-    for part in ("# **Question.**", "# **Time**", "**Needs**", '!!! question "Predict first"', "# ## Check",
-                 '!!! abstract "What the real kernel does instead"', "# ## Exercises", "# ## In the papers"):  # fmt: skip
+    for part in PARTS:
         assert part in prose, f"{path.name} lacks {part!r}"
     answers = prose.count('# ??? success "Answer"')
     assert 2 <= answers <= 3, f"{path.name} has {answers} folded answers"
