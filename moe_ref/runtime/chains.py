@@ -81,7 +81,7 @@ class _Ranks:
             self.free[stream] = start + work / launches * factors
             self.ops += 1
         self.busy += work * factors * busy_share * self.machine.sms
-        return self.free[stream]
+        return self.free[stream].copy()
 
     def all_to_all(
         self, name: str, bytes_PG: np.ndarray, node_of_P: np.ndarray, after: np.ndarray | float = 0.0, stream: int = 0
@@ -105,7 +105,7 @@ class _Ranks:
         self.free[stream] = start + took
         self.ops += 1
         self.payload += int(remote.sum())
-        return self.free[stream]
+        return self.free[stream].copy()
 
     def sync(self, stream: int = 0) -> None:
         """The host waits for the device."""
@@ -257,7 +257,7 @@ def chunked(
     for i, part in enumerate(parts):
         time0, time1, busy0, busy1 = _gemm(machine, part, sms, grouped=True)
         ranks.op(f"product 0, chunk {i}", time0[:, 0], 0.0, arrived[i])
-        done.append(ranks.op(f"product 1, chunk {i}", time1[:, 0], 0.0).copy())
+        done.append(ranks.op(f"product 1, chunk {i}", time1[:, 0], 0.0))
         ranks.busy += (busy0 + busy1) * ranks.speed
     home = done[-1]
     if call.ranks > 1:

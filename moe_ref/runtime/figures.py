@@ -40,7 +40,7 @@ def _kind(interval: Interval) -> str:
     name = interval.name
     if name in COLOURS:
         return name
-    if name.startswith(("rows to", "all-to-all out", "out ", "counts")):
+    if name.startswith(("rows to", "all-to-all out", "out ")):
         return "rows out"
     if name.startswith(("results", "all-to-all home", "home")):
         return "results home"
@@ -50,7 +50,7 @@ def _kind(interval: Interval) -> str:
         return "gemm1"
     if name in ("weigh and sum", "unpermute"):
         return "combine"
-    return "control" if name in ("mail", "ready") else "gate"
+    return "control" if name in ("mail", "ready", "counts") else "gate"
 
 
 def gantt(path: Path, intervals: Sequence[Interval], title: str, processors_shown: int = 12) -> None:
@@ -90,7 +90,7 @@ def gantt(path: Path, intervals: Sequence[Interval], title: str, processors_show
     axes.set_xlim(left=0)
     axes.set_xlabel("time since the first launch, us")
     axes.set_title(title, fontsize=10)
-    names = {"control": "ready / mail"}
+    names = {"control": "counts / ready / mail"}
     handles = [Patch(color=COLOURS[k], label=names.get(k, k)) for k in COLOURS if k in by_colour]
     figure.legend(handles=handles, ncol=len(handles), fontsize=8, loc="lower center", frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))

@@ -46,7 +46,7 @@ def _compare(layer, batches, routing=None, tile_columns=16, **options):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", ["compact", "fixed"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", range(1, 9))
 def test_equal_to_the_reference(ranks, gated, layout, dtype):
     config = _config(gated=gated, layout=layout, dtype=dtype, expert_bias=True)
     layer = MoELayer(config, world=ranks)

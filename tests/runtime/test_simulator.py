@@ -156,6 +156,23 @@ def test_a_captured_chain_is_faster_but_does_the_same_operations():
         assert graph.gpu_ops == eager.gpu_ops
 
 
+def test_chunks_overlap_and_barriers_hold():
+    work = Workload(ranks=4, tokens=8192, experts=16)
+    chunks = run_model("chunked", work, machine("h200-8"), Noise(straggler=2, slowdown=1.5), record=True).intervals
+    for rank in range(4):
+        at = {i.name: i for i in chunks if i.rank == rank}
+        for n in range(4):
+            out, first, home = at[f"out {n}"], at[f"product 0, chunk {n}"], at[f"home {n}"]
+            assert first.start_us >= out.start_us + out.duration_us
+            assert home.start_us >= at[f"product 1, chunk {n}"].start_us + at[f"product 1, chunk {n}"].duration_us
+        assert at["product 0, chunk 0"].start_us < at["out 1"].start_us + at["out 1"].duration_us, "no overlap"
+    bulk = run_model("bulk", work, machine("h200-8"), Noise(straggler=2, slowdown=1.5), record=True).intervals
+    for name in ("counts", "all-to-all out", "all-to-all home"):
+        starts = {i.start_us for i in bulk if i.name == name}
+        assert len(starts) == 1, "an all-to-all is a barrier"
+        assert starts.pop() >= max(i.start_us + i.duration_us for i in bulk if i.name == "count rows")
+
+
 def test_between_nodes_the_network_card_carries_and_takes_longer():
     work = Workload(ranks=16, tokens=256, experts=16, hidden=512, intermediate=512)
     two_nodes = run_model("megakernel", work, machine("h100-8x8"))
