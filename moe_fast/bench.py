@@ -1,8 +1,8 @@
 """Benchmark: fused, unfused (eager and graph-captured) and the dense floor, the same inputs, interleaved in one run.
 
-    python -m moe_fast.bench run --out docs/results/megakernel-bench-1gpu.json                      one GPU
-    torchrun --nproc-per-node 2 -m moe_fast.bench run --out docs/results/megakernel-bench-2gpu.json
-    python -m moe_fast.bench table docs/results/megakernel-bench-2gpu.json [--json]
+    python -m moe_fast.bench run --out docs/results/megakernel_bench_1gpu.json                      one GPU
+    torchrun --nproc-per-node 2 -m moe_fast.bench run --out docs/results/megakernel_bench_2gpu.json
+    python -m moe_fast.bench table docs/results/megakernel_bench_2gpu.json [--json]
 
 Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one
 run.
@@ -342,7 +342,7 @@ def trace_command(
 
 @app.command("table")
 def table_command(
-    path: Path = typer.Argument(Path("docs/results/megakernel-bench-2gpu.json"), help="Result file."),
+    path: Path = typer.Argument(Path("docs/results/megakernel_bench_2gpu.json"), help="Result file."),
     as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
 ) -> None:
     """Show a result file."""

@@ -43,11 +43,14 @@ DEADLINE_S = 10.0
 
 
 class MegakernelError(RuntimeError):
-    """The kernel reported a failure; later calls are refused until `Engine.recover`."""
+    """The kernel reported a failure."""
 
 
 class MegakernelTimeout(MegakernelError):
-    """A wait inside the kernel ran past its deadline: names rank, role, what it waited for and how far that was."""
+    """A wait inside the kernel ran past its deadline: names rank, role, what it waited for and how far that was.
+
+    Later calls are refused until `Engine.recover` was called on every rank.
+    """
 
 
 class MegakernelInputError(MegakernelError, ValueError):
@@ -133,6 +136,7 @@ class Engine:
         self.in_workspace, size = workspace_regions(shape, max_tokens, self.blocks)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self.record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        self._reported = self.record.numpy()
         # one call's events: read_timeline clears them, so trace one call at a time
         self.trace = torch.zeros(trace_words(self.blocks) if shape.trace else 16, dtype=torch.int64, device=device)
         self.rows = buffer_rows(shape, max_tokens)
@@ -219,7 +223,7 @@ class Engine:
         """
         from moe_fast.kernel.signals import ROLES, WAITS
 
-        if not bool(self.record[0] != 0) and not bool(self.record[7] != 0):
+        if not self._reported[0] and not self._reported[7]:
             return
         code, rank, role, wait, index, seen, expected, status = self.record.tolist()
         if code:
@@ -239,16 +243,14 @@ class Engine:
             )
             if status & bit
         ]
+        # the kernel's state is sound after wrong input, so the next call may come
+        self.record.zero_()
         raise MegakernelInputError(f"on some rank: {'; '.join(what)}")
 
     def check(self) -> None:
         """Wait for the current stream, then raise what the kernel reported."""
         torch.cuda.current_stream(self.heap.device).synchronize()
         self.raise_if_failed()
-
-    def clear_errors(self) -> None:
-        """Forget reported input errors (the kernel's state is sound after them)."""
-        self.record.zero_()
 
     def recover(self) -> None:
         """Make the next call possible after a timeout; collective: every rank must call it.

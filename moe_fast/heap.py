@@ -10,6 +10,7 @@ formula before the first start, and a layer that doesn't fit is refused with bot
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ MINIMUM_NVSHMEM = (3, 6)
 DEFAULT_HEAP_BYTES = 4 << 30
 
 
-@dataclass
+@dataclass(eq=False)
 class Heap:
     """Memory of this rank that its peers can write.
 
@@ -74,6 +75,7 @@ class Heap:
                 nvshmem.free_tensor(view)
             nvshmem.free_tensor(own)
             self.keep.clear()
+            _heaps.remove(self)
 
 
 def local_heap(size: int, device: torch.device) -> Heap:
@@ -83,6 +85,8 @@ def local_heap(size: int, device: torch.device) -> Heap:
 
 
 _started: dict[str, Any] = {}
+_heaps: list[Heap] = []
+"""Symmetric heaps that are open, in the order in which all ranks opened them."""
 
 
 def start(device: torch.device, group: Any = None, heap_bytes: int = DEFAULT_HEAP_BYTES) -> None:
@@ -120,6 +124,7 @@ def start(device: torch.device, group: Any = None, heap_bytes: int = DEFAULT_HEA
     if rank:
         uid._data[:] = np.frombuffer(box[0], dtype=uid._data.dtype)
     nvshmem.init(device=own, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
+    atexit.register(_stop_at_exit)
     _started.update(device=device, version=found, size=int(os.environ["NVSHMEM_SYMMETRIC_SIZE"]))
 
 
@@ -169,13 +174,24 @@ def symmetric_heap(size: int, device: torch.device, group: Any = None) -> Heap:
     torch.cuda.synchronize(device)
     dist.barrier(group)
     peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return Heap(memory, peers, rank, ranks, group, [*views, memory])
+    heap = Heap(memory, peers, rank, ranks, group, [*views, memory])
+    _heaps.append(heap)
+    return heap
 
 
 def stop() -> None:
-    """Leave NVSHMEM; collective, after all heaps are closed."""
-    if _started:
-        import nvshmem.core as nvshmem
+    """Close all heaps and leave NVSHMEM; collective. Runs by itself when the process ends in good order."""
+    if not _started:
+        return
+    import nvshmem.core as nvshmem
 
-        nvshmem.finalize()
-        _started.clear()
+    for heap in reversed(_heaps.copy()):
+        heap.close()
+    nvshmem.finalize()
+    _started.clear()
+
+
+def _stop_at_exit() -> None:
+    """At the end of the process: only where the ranks can still meet, since leaving is collective."""
+    if dist.is_initialized():
+        stop()

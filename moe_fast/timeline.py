@@ -65,7 +65,7 @@ def read_timeline(engine: Engine) -> Timeline:
         length = max((stop - begin) / 1e3 - at, 0.0)
         free[block, track] = at + length
         actor = f"{ACTORS[track]} {block}"
-        intervals.append(Interval(engine.heap.rank, actor, name, at, length, max(word, 0)))
+        intervals.append(Interval(engine.heap.rank, actor, name, at, length, max(word, 0) & enc.TASK_MASK))
         if track == 0:
             spent[name] = spent.get(name, 0.0) + length
             tasks += word >= 0

@@ -15,7 +15,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir import ir
 
-from moe_fast.kernel.shapes import BOOST_ROWS, BOOST_UNIT, TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord
+from moe_fast.kernel.shapes import (
+    BOOST_ROWS,
+    BOOST_UNIT,
+    HOME_BITS,
+    TILE_ROWS,
+    UNIT_ROWS,
+    Counter,
+    KernelShape,
+    PlanWord,
+)
 from moe_fast.kernel.signals import (
     SENT_ROWS,
     Args,
@@ -109,8 +118,7 @@ def push_unit(
             if lane == 0 and destination != a.rank:
                 add(a.control, SENT_ROWS, min(end - begin, Int32(rows)), "gpu")
         if mine:
-            home = a.rank * (a.max_tokens * k.top_k) + route
-            write(base + a.home_at, side * a.rows + row, home)
+            write(base + a.home_at, side * a.rows + row, (a.rank << HOME_BITS) | route)
         cute.arch.sync_warp()
         if destination == a.rank:
             cute.arch.fence_acq_rel_gpu()

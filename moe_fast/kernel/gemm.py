@@ -14,12 +14,12 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
-from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
-from moe_fast.kernel.signals import Args, gmem, peer, read
+from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, HOME_BITS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
+from moe_fast.kernel.signals import Args, gmem
 
 LOWEST = 1 << 24
 """Device addresses are above this, offsets inside a row below."""
@@ -224,14 +224,15 @@ def store_chunks(
 
 
 @cute.jit
-def home_address(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row: Int32) -> Int64:
-    """Where row `row` of a row tile goes home to: its first byte, or 0 for a row of padding."""
+def home_address(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, home: Int32, used: Boolean, peers: cute.Pointer
+) -> Int64:
+    """First byte of the row that `home` names, or 0 unless it is used. peers: the heaps' addresses (shared memory)."""
     address = Int64(0)
-    if row < read(a.tile_rows, row_tile):
-        home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + row)
-        per_rank = a.max_tokens * k.top_k
-        rank, route = home // per_rank, home % per_rank
-        address = peer(a, rank) + a.returned_at + (Int64(side) * per_rank + route) * (k.hidden * k.element_size)
+    if used:
+        rank, route = home >> HOME_BITS, home & ((1 << HOME_BITS) - 1)
+        row = Int64(side) * (a.max_tokens * k.top_k) + route
+        address = cute.arch.load(peers + rank, Int64) + a.returned_at + row * (k.hidden * k.element_size)
     return address
 
 

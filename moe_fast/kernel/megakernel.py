@@ -44,6 +44,7 @@ from moe_fast.kernel.processor import (
     READERS,
     count_returned,
     dispatch_words,
+    filled_rows,
     release_hidden,
     take_word,
     unpack,
@@ -138,6 +139,7 @@ class MegaKernel:
             chunk_full: cute.struct.MemRange[Int64, 4]
             chunk_empty: cute.struct.MemRange[Int64, 4]
             sent: cute.struct.MemRange[Int64, 1]
+            peers: cute.struct.MemRange[Int64, k.ranks]
             slot: cute.struct.MemRange[Int64, 1]
             sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lA)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lB)], 1024]
@@ -192,6 +194,8 @@ class MegaKernel:
                 cute.arch.mbarrier_init(sent, 8)
                 cute.arch.mbarrier_init(word_full, 1)
                 cute.arch.mbarrier_init(word_empty, READERS)
+        if thread < k.ranks:
+            cute.arch.store(s.peers.data_ptr() + thread, read(a.peers, thread, Int64))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -233,8 +237,9 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
-                a, sA, sB, sG, sC, s.sC.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty, sent, slot,
-                word_full, word_empty, epoch, side, block, blocks, processors, token_tiles, thread - 128,
+                a, sA, sB, sG, sC, s.sC.data_ptr(), s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full,
+                chunk_empty, sent, slot, word_full, word_empty, epoch, side, block, blocks, processors, token_tiles,
+                thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()
@@ -402,7 +407,7 @@ class MegaKernel:
                     parity += chunks // 2
                 else:
                     cute.arch.mbarrier_wait(sent, returns & 1)
-                    count_returned(k, a, side, row_tile, lane)
+                    count_returned(k, a, side, row_tile, filled_rows(word), lane)
                     returns += 1
                 if cutlass.const_expr(k.trace):
                     if lane == 0:
@@ -435,7 +440,7 @@ class MegaKernel:
     @cute.jit
     def consume(
         self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, memory: cute.Pointer,
-        scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer,
+        peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer,
         chunk_empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
         word_empty: cute.Pointer, epoch: Int32, side: Int32, block: Int32, blocks: Int32, processors: Int32,
         token_tiles: Int32, thread: Int32,
@@ -511,14 +516,15 @@ class MegaKernel:
                 depth = Int32(k.depth1)
                 if kind == GEMM0:
                     depth = Int32(k.depth0)
-                filled = read(a.tile_rows, row_tile)
+                filled = filled_rows(word)
                 # the wait for the first operands is not work
                 cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
                 start = self.now()
-                address = Int64(0)
+                home = Int32(0)
                 if kind != GEMM0:
-                    # asked for now, when the rows and their homes have arrived for sure; needed after the product
-                    address = home_address(k, a, side, row_tile, warp_id * 16 + lane % 16)
+                    # Asked for now, when the rows and their homes have arrived for sure, and first looked at after the
+                    # product: a thread that used it here would hold its product up for the time of a load.
+                    home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + warp_id * 16 + lane % 16)
                 if group == 0 or filled > TILE_ROWS // 2:
                     count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
                 else:
@@ -530,6 +536,7 @@ class MegaKernel:
                     )  # fmt: skip
                     parity += 1 if k.gated else 2
                 else:
+                    address = home_address(k, a, side, home, warp_id * 16 + lane % 16 < filled, peers)
                     return_rows(
                         k, dtype, address, column, group, parity, flat, copy, buffers, memory, chunk_empty, packed,
                         thread,

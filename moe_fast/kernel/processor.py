@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_ticket
-from moe_fast.kernel.shapes import TILE_ROWS, TOKEN_TILE, KernelShape, PlanWord
+from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, TOKEN_TILE, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     Args,
     Role,
@@ -35,6 +35,11 @@ READERS = 10
 def unpack(word):
     """(kind, row tile, column tile) of a task word, as Int32."""
     return Int32(task_kind(word)), Int32(task_row_tile(word)), Int32(task_column_tile(word))
+
+
+def filled_rows(word):
+    """Rows of the task's row tile that are no padding, from the block's task word."""
+    return Int32(word >> FILLED_SHIFT)
 
 
 @cute.jit
@@ -80,6 +85,9 @@ def dispatch_words(
                     word = next_mail(k, a, side, processor, processors, mails)
                 if Int32(task_kind(word)) != STOP:
                     word = word | (Int64(read(a.tile_slot, Int32(task_row_tile(word)))) << SLOT_SHIFT)
+            if Int32(task_kind(word)) != STOP:
+                # looked up here, where there is time: the consumers' own loads would hold their products up
+                word = word | (Int64(read(a.tile_rows, Int32(task_row_tile(word)))) << FILLED_SHIFT)
         cute.arch.store(slot, word)
         cute.arch.mbarrier_arrive(full)
         go = Int32(task_kind(word)) != STOP
@@ -87,14 +95,14 @@ def dispatch_words(
 
 
 @cute.jit
-def count_returned(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, lane: Int32):
+def count_returned(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, filled: Int32, lane: Int32
+):
     """The storer warp, after the consumers have issued the stores of a GEMM1 tile: make them visible, then count them.
 
     The fence covers the consumers' stores too: they came before the barrier that this warp waited for. Lane l counts
     rows l, l + 32, l + 64 and l + 96; rows of one token tile of one rank are counted by one addition.
     """
-    filled = read(a.tile_rows, row_tile)
-    per_rank = a.max_tokens * k.top_k
     owner = cute.make_rmem_tensor(4, Int32)
     part = cute.make_rmem_tensor(4, Int32)
     for i in cutlass.range_constexpr(4):
@@ -102,8 +110,8 @@ def count_returned(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_
         part[i] = Int32(0)
         if i * 32 + lane < filled:
             home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + i * 32 + lane)
-            owner[i] = home // per_rank
-            part[i] = home % per_rank // k.top_k // TOKEN_TILE
+            owner[i] = home >> HOME_BITS
+            part[i] = (home & ((1 << HOME_BITS) - 1)) // k.top_k // TOKEN_TILE
     if cutlass.const_expr(k.ranks > 1):
         cute.arch.fence_acq_rel_sys()
     else:

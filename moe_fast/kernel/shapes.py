@@ -36,6 +36,10 @@ BOOST_UNIT = 4
 """The same for the first rows, where there are more warps than units: shorter is sooner."""
 BOOST_ROWS = 3072
 """Local rows that all warps copy together before the first task, instead of the spare warps alone: a first wave's."""
+HOME_BITS = 26
+"""Where a row goes home to is one int32: source rank above, route (token, choice) in this many low bits."""
+FILLED_SHIFT = 48
+"""In the block's task word, above the task's own bits: rows of the row tile that are no padding."""
 TOKEN_TILE = 32
 """Tokens that share one arrival counter of returned rows."""
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
@@ -240,8 +244,10 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     for name in ("hidden", "intermediate"):
         if getattr(c, name) % TILE_K:
             out.append(f"{name}={getattr(c, name)} (must be a multiple of {TILE_K})")
-    if ranks * c.max_tokens * c.top_k >= 2**31:
-        out.append(f"max_tokens={c.max_tokens} (ranks * max_tokens * top_k must stay below 2**31)")
+    if c.max_tokens * c.top_k >= 1 << HOME_BITS:
+        out.append(f"max_tokens={c.max_tokens} (max_tokens * top_k must stay below 2**{HOME_BITS})")
+    if ranks > 1 << (31 - HOME_BITS):
+        out.append(f"{ranks} ranks (at most {1 << (31 - HOME_BITS)})")
     return out
 
 
