@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from moe_ref import cli
 from moe_ref.balance.loads import LoadModel
+from moe_ref.balance.lp import LinearProgram
 
 
 def run(arguments: str, capfd: pytest.CaptureFixture) -> tuple[object, str, str]:
@@ -171,3 +173,21 @@ def test_experts_of_a_file_are_not_overruled(real: Path, capfd: pytest.CaptureFi
     code, out, err = run(f"balance --loads {real} --ranks 4 --experts 32", capfd)
     assert (code, out) == (2, "")
     assert "has loads of 16 experts; leave it out" in err.replace("\n", " ")
+
+
+def test_a_solver_that_misses_the_optimum_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Exit code 1, and the report says which solver it was."""
+    honest = LinearProgram.solve
+
+    def worse(self, load):
+        answer = honest(self, load)
+        return replace(answer, max_load=answer.max_load + 1)
+
+    monkeypatch.setattr(LinearProgram, "solve", worse)
+    code, out, err = run("balance --steps 2 --solver all --json", capfd)
+    assert code == 1
+    exact = {name: timed["exact"] for name, timed in json.loads(out)["solvers"].items()}
+    assert exact == {"flow": True, "flow_compiled": True, "lp_warm": False, "lp_cold": False}
+    assert "above the proven bound: lp_warm, lp_cold" in err.replace("\n", " ")

@@ -9,7 +9,7 @@ from moe_ref.balance import schedule
 from moe_ref.balance.loads import LoadModel, as_prediction
 from moe_ref.balance.rivals import RIVALS, plain
 from moe_ref.balance.sweep import skew_sweep
-from moe_ref.placement import by_name
+from moe_ref.placement import Placement, by_name
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -82,3 +82,20 @@ def test_the_order_of_the_rivals(table) -> None:
     assert last["lplb_style"]["mean"] > 1.5  # at most two copies
     assert last["eplb_style"]["mean"] < 1.15
     assert last["flexmoe_style"]["mean"] < 1.5
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_all_rivals_have_the_same_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank holds more than experts x replicas / ranks (in a group of expert parallelism: experts / degree)."""
+    made = []
+    build = Placement.from_replicas
+
+    def record(*arguments):
+        made.append(build(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(Placement, "from_replicas", record)
+    model = LoadModel(8, 32, 1.2)
+    RIVALS[name](np.stack(list(model.batches(1))), as_prediction(model.popularity()), 2)
+    assert all(max(map(len, placement.experts_of_rank)) <= 8 for placement in made)
+    assert made or name in ("plain", "padded")
