@@ -170,7 +170,7 @@ async def _visit(address: str, uris: list[str]) -> tuple[dict[str, int], list[st
                 """({
                     formulas: document.querySelectorAll('.katex').length,
                     raw: document.querySelectorAll('.katex-error, pre.diagram').length,
-                    diagrams: [...document.querySelectorAll('.diagram-drawn svg')].filter(s => s.clientWidth > 9).length,
+                    diagrams: [...document.querySelectorAll('.diagram-drawn svg')].filter(s => s.clientWidth).length,
                     images: [...document.images].filter(i => i.complete && i.naturalWidth > 100).length,
                     broken: [...document.images].filter(i => i.complete && i.naturalWidth === 0).map(i => i.src),
                     widgets: document.querySelectorAll('.widget svg rect').length,
