@@ -95,11 +95,11 @@ def main(argv: list[str] | None = None) -> None:
         code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False)
         sys.stdout.flush()
     except BaseException as error:
-        raise SystemExit(_exit_code(error, debug)) from None
+        raise SystemExit(exit_code(error, debug)) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _exit_code(error: BaseException, debug: bool) -> int:
+def exit_code(error: BaseException, debug: bool) -> int:
     """Say what went wrong, in one line unless `debug`; returns the documented code."""
     if _reader_is_gone(error):
         # `moe-ref ... | head`: nothing is left to say.
@@ -124,7 +124,7 @@ def _exit_code(error: BaseException, debug: bool) -> int:
     return code
 
 
-def _explain(error: BaseException) -> tuple[str, int]:
+def _explain(error: Any) -> tuple[str, int]:
     """Message and exit code."""
     text = str(error) or type(error).__name__
     if isinstance(error, _CLICK_EXCEPTION):

@@ -177,7 +177,8 @@ def run_checks() -> list[Check]:
             sources.append((entry.name, entry.load()))
         except (Exception, SystemExit) as error:  # whatever another's code does at its import
             found = f"not available: {type(error).__name__}: {error}"
-            checks.append(Check(f"checks of {entry.name} ({entry.value})", "optional", found))
+            remedy = f"reinstall the package that has {entry.value.split(':')[0]}, or its extra"
+            checks.append(Check(f"checks of {entry.name} ({entry.value})", "optional", found, remedy))
     sources.append(("backends", backend_checks))
     for name, source in sources:
         try:
