@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,22 +236,32 @@ def exchange_speed(rank: int, experts: int, floats: int, repeats: int) -> dict[s
     return {**{name: float(np.median(t)) for name, t in times.items()}, "ratio": float(np.median(ratios))}
 
 
-def resumes(rank: int, folder: str, first: TrainJob, then: TrainJob) -> dict[str, Any]:
-    """A run with checkpoints, and the same going on from the one in the middle on the same ranks."""
-    world = DistributedWorld()
-    outcome, _ = job.train(replace_fields(first, folder=folder), world)
-    again, _ = job.train(replace_fields(then, folder=folder, resume=True), world)
-    return {"first": outcome.losses, "then": again.losses, "from": again.first_step}
+def resumes(rank: int, folder: str, task: TrainJob) -> dict[str, Any]:
+    """A run without a stop, and one that goes on from its checkpoint at step `task.every`, on the same ranks.
+
+    folder/whole has the first run's checkpoints, folder/stopped only the one at that step.
+    """
+    world, whole, stopped, again = DistributedWorld(), *(Path(folder) / name for name in ("whole", "stopped", "again"))
+    outcome, _ = job.train(replace_fields(task, folder=str(whole)), world)
+    if rank == 0:
+        checkpoint = next(path for path in whole.glob(f"step-{task.every:08d}-*"))
+        shutil.copytree(checkpoint, stopped / checkpoint.name)
+        (stopped / "latest.json").write_text(json.dumps({"folder": checkpoint.name, "step": task.every}))
+        shutil.copytree(stopped, again)
+    dist.barrier()
+    resumed, _ = job.train(replace_fields(task, folder=str(again), resume=True), world)
+    return {"first": outcome.losses, "then": resumed.losses, "from": resumed.first_step, "moves": outcome.moves}
+
+
+def resume_twice(rank: int, folder: str, tasks: list[TrainJob]) -> list[dict[str, Any]]:
+    """Several runs like that in one set of processes."""
+    return [resumes(rank, f"{folder}/{i}", task) for i, task in enumerate(tasks)]
 
 
 def goes_on(rank: int, folder: str, task: TrainJob) -> dict[str, Any]:
     """Go on from a checkpoint that another number of ranks wrote."""
-    outcome, training = job.train(replace_fields(task, folder=folder, resume=True), DistributedWorld())
-    return {
-        "losses": outcome.losses,
-        "from": outcome.first_step,
-        "held": len(next(iter(training.layers.values())).held_experts),
-    }
+    outcome, _ = job.train(replace_fields(task, folder=folder, resume=True), DistributedWorld())
+    return {"losses": outcome.losses, "from": outcome.first_step}
 
 
 def dies(rank: int, victim: int, step: int, where: str) -> dict[str, Any]:

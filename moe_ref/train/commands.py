@@ -73,6 +73,7 @@ def train_command(
     group_size: int | None = typer.Option(None, help="Ranks of a scheduling group (default: all)."),
     interval: int = typer.Option(_JOB["interval"], help="Steps between the placement manager's checks; 0: no manager."),
     always: bool = typer.Option(False, "--always", help="Re-place at every check, whether it pays or not."),
+    balance_loss: float = typer.Option(_JOB["balance"], help="Weight of the balance loss; 0 leaves the gate its skew."),
     learning_rate: float = typer.Option(_JOB["learning_rate"], help="After warm-up, before the decay."),
     clip: float = typer.Option(_JOB["clip"], help="Largest norm of the gradient; every expert counts once."),
     sharded: bool = typer.Option(False, "--sharded", help="Divide optimiser states inside replica sets (ZeRO-1)."),
@@ -98,8 +99,9 @@ def train_command(
     """
     job = TrainJob(
         steps, sequences, context, micro_batches, hidden, intermediate, experts, top_k, blocks, replicas, balancing,
-        group_size, interval, always, learning_rate, clip, seed=seed, text=text, sharded=sharded, recompute=recompute,
-        folder=None if folder is None else str(folder), every=every, resume=resume, timeout_s=timeout,
+        group_size, interval, always, learning_rate, clip, balance_loss, seed=seed, text=text, sharded=sharded,
+        recompute=recompute, folder=None if folder is None else str(folder), every=every, resume=resume,
+        timeout_s=timeout,
     )  # fmt: skip
     modes = () if compare_ is None else tuple(mode.strip() for mode in compare_.split(","))
     task = Task(

@@ -6,14 +6,14 @@
 Batches are a function of (seed, step) and of nothing else: however many ranks there are, the global batch is the same,
 and its sequences are dealt out to them. So a run can go on from a checkpoint with another number of ranks.
 
-Letters: P ranks, E experts, L MoE layers, T steps.
+Letters: B sequences, L positions of a sequence, P ranks, E experts.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
 from moe_ref.stats import LayerStats
 from moe_ref.train import sharded
-from moe_ref.train.balancing import check_sizes, make_placement, make_planner, plain_ratio
+from moe_ref.train.balancing import check_sizes, make_placement, make_planner
 from moe_ref.train.exchange import sum_everywhere
 from moe_ref.train.managers import Managers
 from moe_ref.train.model import ByteMoE, ByteMoEConfig
 from moe_ref.train.optimizer import ReplicaOptimizer
+from moe_ref.train.outcome import Outcome
 from moe_ref.train.pretrain import Corpus, Recipe, draw_batch
 from moe_ref.train.progress import bar
 from moe_ref.train.recompute import recompute
@@ -90,6 +91,8 @@ class TrainJob:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least {low}")
         if self.micro_batches > self.sequences:
             raise UsageError(f"micro_batches is {self.micro_batches}, expected at most the {self.sequences} sequences")
+        if not (math.isfinite(self.balance) and self.balance >= 0):
+            raise UsageError(f"the weight of the balance loss is {self.balance}, expected 0 or a positive number")
         if not self.learning_rate > 0 or not self.clip > 0 or not self.timeout_s > 0:
             raise UsageError("learning_rate, clip and timeout_s must be positive numbers")
         if self.resume and self.folder is None:
@@ -129,34 +132,6 @@ class TrainJob:
         )
 
 
-@dataclass
-class Outcome:
-    """What a run did; the same on every rank.
-
-    Attributes:
-        first_step: 0, or where it went on.
-        losses: cross entropy of the global batch in bits per byte, per step, auxiliary losses apart.
-        load_TLE: rows per expert, int64. counts_TLPE: the same per source rank.
-        scheduled_TL, plain_TL: maximum over mean rows of a rank, as it ran, and under plain expert parallelism.
-        stage_seconds: per stage, summed over steps and layers, of the slowest rank. sync_seconds: likewise.
-        moves, moved_bytes: experts re-placed. decisions: the managers' log.
-        seconds: of the loop.
-    """
-
-    first_step: int = 0
-    losses: list[float] = field(default_factory=list)
-    load_TLE: list[np.ndarray] = field(default_factory=list)
-    counts_TLPE: list[np.ndarray] = field(default_factory=list)
-    scheduled_TL: list[list[float]] = field(default_factory=list)
-    plain_TL: list[list[float]] = field(default_factory=list)
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    sync_seconds: float = 0.0
-    moves: int = 0
-    moved_bytes: int = 0
-    decisions: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-
-
 def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tuple[Outcome, Replicated]:
     """Train; every rank of the world calls it with the same job.
 
@@ -186,15 +161,16 @@ def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tu
         outcome.first_step = int(sharded.load(Path(str(job.folder)), optimizer)["step"])
     managers = Managers(job, optimizer)
     start = time.perf_counter()
-    with bar(outcome.first_step, job.steps) as show:
+    with bar(outcome.first_step, job.steps, world.local_ranks[0]) as show:
         for step in range(outcome.first_step, job.steps):
             loss, records = _step(job, training, optimizer, corpora, step, device)
             outcome.losses.append(loss)
-            _note_loads(outcome, records, job.replicas)
+            outcome.note_loads(records, job.replicas)
+            outcome.placement_TL.append(list(training.placements.values()))
             managers.observe(step, outcome)
             ratio = float(np.mean(outcome.scheduled_TL[-1]))
             plain = float(np.mean(outcome.plain_TL[-1]))
-            show(step + 1, f"{loss:.3f} bits per byte, busiest rank {ratio:.3f} of the mean (plain {plain:.2f})")
+            show(step + 1, f"{loss:.3f} bits/byte, max/mean {ratio:.3f} (plain {plain:.2f})")
             if job.folder is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
                 sharded.save(Path(job.folder), step + 1, optimizer, {"job": asdict(job)})
     outcome.seconds = time.perf_counter() - start
@@ -242,19 +218,6 @@ def _own_sequences(batch_BL: Tensor, world: World) -> Tensor:
     if isinstance(world, SimulatedWorld):
         return batch_BL
     return batch_BL[world.local_ranks[0] :: world.num_ranks]
-
-
-def _note_loads(outcome: Outcome, all_stats: list[list[LayerStats]], replicas: int) -> None:
-    """Add one step's loads (summed over its micro-batches) and ratios (averaged over them)."""
-    counts = np.stack([[s.record.counts_PE for s in stats if s.record.counts_PE is not None] for stats in all_stats])
-    outcome.counts_TLPE.append(counts.sum(axis=0))
-    outcome.load_TLE.append(counts.sum(axis=(0, 2)))
-    outcome.scheduled_TL.append(np.mean([[s.max_over_mean for s in stats] for stats in all_stats], axis=0).tolist())
-    outcome.plain_TL.append(np.mean([[plain_ratio(c, replicas) for c in layers] for layers in counts], axis=0).tolist())
-    for stats in all_stats:
-        for layer_stats in stats:
-            for stage, seconds in layer_stats.record.seconds.items():
-                outcome.stage_seconds[stage] = outcome.stage_seconds.get(stage, 0.0) + seconds
 
 
 def _corpus(job: TrainJob) -> Corpus:

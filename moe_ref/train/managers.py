@@ -13,7 +13,8 @@ from moe_ref.train.optimizer import ReplicaOptimizer
 from moe_ref.train.replacement import bytes_per_expert, replace
 
 if TYPE_CHECKING:
-    from moe_ref.train.job import Outcome, TrainJob
+    from moe_ref.train.job import TrainJob
+    from moe_ref.train.outcome import Outcome
 
 FLOPS = 10e9
 """Nominal rate of a rank, and below of the link between two: all ranks must decide alike, so nothing is measured."""

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from moe_ref.console import err, rank_from_environment
+from moe_ref.console import err
 
 
 @contextmanager
-def bar(first: int, steps: int) -> Iterator[Callable[[int, str], None]]:
+def bar(first: int, steps: int, rank: int) -> Iterator[Callable[[int, str], None]]:
     """Gives show(step, text), which does nothing on other ranks than 0."""
-    if rank_from_environment() != 0:
+    if rank != 0:
         yield lambda step, text: None
         return
     columns = (
