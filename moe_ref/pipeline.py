@@ -141,6 +141,8 @@ def exchange_counts(
     record.tokens_P = all_PN[:, 0]
     record.before_PE = all_PN[:, _HEAD : _HEAD + experts]
     record.counts_PE = all_PN[:, _HEAD + experts :]
+    if (record.before_PE.sum(axis=1) > record.tokens_P * layer.config.top_k).any():
+        raise RuntimeError("a rank counted more routes than its tokens have: the gathered counts are not what was sent")
 
 
 def make_layout(layer: MoELayer, plan: Plan, tokens_P: np.ndarray) -> Layout:
