@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 GROUPS = (
-    ("Layer", "layer", "moe_ref", ("config", "gate", "layer", "stats", "experts", "parameters", "definition")),
+    ("Layer", "layer", "moe_ref", ("", "config", "gate", "layer", "stats", "experts", "parameters", "definition")),
     ("Data movement", "movement", "moe_ref", ("layout", "dispatch", "combine", "pipeline", "world")),
     ("Comparing backends", "comparing", "moe_ref", ("backends", "diff", "comparison", "cases")),
     ("Token scheduling", "balance", "moe_ref.balance", None),
@@ -36,6 +36,16 @@ def _first_line(module: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def _exports(package: str) -> str:
+    """Sentence with a link for each name that a package takes from its modules."""
+    links = []
+    for node in ast.walk(ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [alias.name for alias in node.names if not alias.name.startswith("_")]
+            links += [f"[`{name}`][{node.module}.{name}]" for name in names]
+    return f"Exports {', '.join(sorted(links))}." if links else ""
+
+
 @cache
 def groups() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
     """(title, uri, full module names) of each page; every public module stands on one page."""
@@ -49,7 +59,7 @@ def groups() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
             if file != "other":
                 full.insert(0, package)  # the package itself, with what it exports
         else:
-            full = [f"{package}.{m}" for m in modules if m in _modules(package)]
+            full = [f"{package}.{m}" if m else package for m in modules if not m or m in _modules(package)]
         if full:
             out.append((title, f"api/{file}.md", tuple(full)))
     return tuple(out)
@@ -62,6 +72,9 @@ def pages() -> list[tuple[str, str, str]]:
         parts = [f"# {title}", ""]
         for module in modules:
             parts += [f"::: {module}", ""]
+            if (ROOT / module.replace(".", "/")).is_dir():
+                # Its names are those of its modules, which stand on their own.
+                parts[-1:] = ["    options:", "      members: false", "", _exports(module), ""]
         out.append((title, uri, "\n".join(parts)))
     return out
 

@@ -32,10 +32,17 @@ def on_config(config):
         except render.TutorialFailed as error:
             raise PluginError(str(error)) from error
     _extend(config.nav, "Tutorials", ["tutorials/index.md", *({p.title: f"tutorials/{p.name}.md"} for p in _pages)])
+    # Pages that lie in docs/lab are notes of those who measured; they stand with the results.
+    lab = sorted(Path(config.docs_dir).glob("lab/*.md"))
+    _extend(config.nav, "Results", [{_heading(path): f"lab/{path.name}"} for path in lab])
     recorded = [{_title(name): f"recorded/{name}.md"} for name in results.names()]
     _extend(config.nav, "Results", recorded)
     _extend(config.nav, "API", ["api/index.md", *({group: uri} for group, uri, _ in api.pages())])
     return config
+
+
+def _heading(path: Path) -> str:
+    return next(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
 
 
 def _title(name: str) -> str:

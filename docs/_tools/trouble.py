@@ -96,10 +96,15 @@ ROWS = (
 )  # fmt: skip
 
 
+def _breakable(name: str) -> str:
+    """A long name that may be broken where a reader would."""
+    return name.replace("/", "/<wbr>").replace("::", "::<wbr>").replace("_", "_<wbr>")
+
+
 def table() -> str:
     """The rows as a Markdown table."""
     lines = ["| # | what happened | reported in | what is right | held by |", "|---:|---|---|---|---|"]
     for number, row in enumerate(ROWS, 1):
-        tests = "<br>".join(f"`{test}`" for test in row.tests)
+        tests = "<br>".join(f"<code>{_breakable(test)}</code>" for test in row.tests)
         lines.append(f"| {number} | {row.case} | {row.where} | {row.right} | {tests} |")
     return "\n".join(lines) + "\n"
