@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import UsageError
+from moe_ref.limits import check_memory, check_seed, printable
+from moe_ref.limits import check_plot_path
 from moe_ref.results import provenance, write_results
 from moe_ref.runtime import protocol_command
 from moe_ref.runtime.calibrate import calibrate
@@ -26,6 +29,8 @@ from moe_ref.runtime.recorded import load_records
 from moe_ref.runtime.simulator import Simulator
 from moe_ref.runtime.trace import write_trace
 from moe_ref.runtime.workload import Workload
+
+MAX_CALLS, MAX_PROCESSORS = 1000, 4096
 
 ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -59,15 +64,23 @@ def _workload(
         raise UsageError(f"--dtype is {dtype!r}, expected one of {', '.join(ELEMENT_SIZE)}")
     if layout not in ("compact", "fixed"):
         raise UsageError(f"--layout is {layout!r}, expected compact or fixed")
-    if seed < 0:
-        raise UsageError(f"--seed is {seed}, expected at least 0")
+    check_seed(seed, "--seed")
     count = preset.gpus if ranks is None else ranks
     if count > preset.gpus:
         raise UsageError(f"--ranks is {count}, but machine {preset.name} has {preset.gpus} GPUs")
-    return Workload(
+    work = Workload(
         count, tokens, experts, top_k, hidden, intermediate, gated, ELEMENT_SIZE[dtype],
         layout=layout, capacity_factor=capacity, skew=skew, seed=seed,
     )  # fmt: skip
+    check_memory(work.memory_bytes, f"{count} ranks x {tokens} tokens x {top_k} choices", "give fewer tokens")
+    return work
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Raise UsageError if a file of this name can't be made: known before a long computation, not after."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"has no folder {printable(str(path.parent))}"
+        raise UsageError(f"{option} {printable(str(path))} {what}; name a file in a folder that exists")
 
 
 def _noise(ranks: int, jitter: float, launch_jitter: float, straggler: int, slowdown: float, seed: int) -> Noise:
@@ -89,7 +102,7 @@ def _describe(work: Workload, preset: Machine) -> str:
 def _table(results: dict[str, Result], title: str) -> Table:
     table = Table(title=title)
     for name in ("model", "us", "SM use", "overlap", "GPU ops", "MB sent", "MTokens/s"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+        table.add_column(name, justify="left" if name == "model" else "right", overflow="fold")
     for model, r in results.items():
         overlap = "-" if r.overlap_efficiency is None else f"{r.overlap_efficiency:.3f}"
         table.add_row(
@@ -133,6 +146,10 @@ def simulate(
 ) -> None:
     """Time one layer on a simulated machine under several execution models."""
     preset = machine(machine_name)
+    if plot is not None:
+        check_plot_path(plot)
+    if paper is not None and preset.gpus < 8:
+        raise UsageError(f"--paper needs a machine of at least 8 GPUs, {preset.name} has {preset.gpus}")
     if model not in (*MODELS, "all"):
         raise UsageError(f"--model is {model!r}, expected {', '.join(MODELS)} or all")
     fitted: dict[str, Any] | None = None
@@ -163,7 +180,7 @@ def simulate(
         from moe_ref.runtime.figures import models_figure
 
         models_figure(plot, results, preset.sms, _describe(work, preset))
-        err.print(f"wrote {plot}", soft_wrap=True)
+        err.print(f"wrote {escape(printable(str(plot)))}", soft_wrap=True)
     if paper is not None:
         _write_paper(paper, preset, seed)
     if json_:
@@ -179,7 +196,7 @@ def simulate(
 def _memory_table(rows: list[dict[str, Any]], preset: Machine) -> Table:
     table = Table(title=f"symmetric memory per GPU; shares of {preset.memory_bytes / 1e9:.0f} GB")
     for name in ("layout", "dtype", "S", "E", "formula, bytes", "allocated, bytes", "share", "touched, bytes"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for r in rows:
         table.add_row(
             r["layout"], r["dtype"], str(r["tokens"]), str(r["experts"]), str(r["formula_bytes"]),
@@ -193,8 +210,6 @@ def _write_paper(folder: Path, preset: Machine, seed: int) -> None:
     from moe_ref.runtime.figures import paper_figures
     from moe_ref.runtime.paper import comparison_table, memory_table, run_sweeps
 
-    if preset.gpus < 8:
-        raise UsageError(f"--paper needs a machine of at least 8 GPUs, {preset.name} has {preset.gpus}")
     folder.mkdir(parents=True, exist_ok=True)
     sweeps = run_sweeps(preset, seed)
     paper_figures(folder / "figures.png", sweeps)
@@ -206,7 +221,10 @@ def _write_paper(folder: Path, preset: Machine, seed: int) -> None:
         "description": f"Computed with the cost model of {preset.name}; nothing here was measured on that machine.",
     }
     write_results(folder / "simulator_paper.json", about | provenance(command) | sweeps.to_dict())
-    err.print(f"wrote figures.png, table.md, memory.md and simulator_paper.json in {folder}", soft_wrap=True)
+    err.print(
+        f"wrote figures.png, table.md, memory.md and simulator_paper.json in {escape(printable(str(folder)))}",
+        soft_wrap=True,
+    )
 
 
 def trace(
@@ -244,14 +262,17 @@ def trace(
 ) -> None:
     """Write what every actor of a simulated layer does, as a Chrome / Perfetto trace."""
     preset = machine(machine_name)
+    _check_folder("--out", path)
+    if plot is not None:
+        check_plot_path(plot)
     work = _workload(
         preset, ranks, tokens, experts, top_k, hidden, intermediate, gated, dtype, layout, capacity_factor, skew, seed
     )
     noise = _noise(work.ranks, jitter, launch_jitter, straggler, slowdown, seed)
     if model not in MODELS:
         raise UsageError(f"--model is {model!r}, expected one of {', '.join(MODELS)}")
-    if calls < 1 or (processors is not None and processors < 1):
-        raise UsageError("--calls and --processors must be at least 1")
+    if not 1 <= calls <= MAX_CALLS or (processors is not None and not 1 <= processors <= MAX_PROCESSORS):
+        raise UsageError(f"expected --calls from 1 to {MAX_CALLS} and --processors from 1 to {MAX_PROCESSORS}")
     error = None
     if model == "megakernel":
         if check:
@@ -272,10 +293,10 @@ def trace(
         from moe_ref.runtime.figures import gantt
 
         gantt(plot, intervals, f"{model} on {_describe(work, preset)}")
-        err.print(f"wrote {plot}", soft_wrap=True)
+        err.print(f"wrote {escape(printable(str(plot)))}", soft_wrap=True)
     tracks = len({(i.rank, i.actor) for i in intervals})
     if json_:
-        report = {"out": str(path), "model": model, "events": events, "tracks": tracks, "end_us": end}
+        report = {"out": printable(str(path)), "model": model, "events": events, "tracks": tracks, "end_us": end}
         print_json(report | ({"relative_error": error} if check else {}))
     else:
         if error is not None:

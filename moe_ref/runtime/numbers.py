@@ -28,6 +28,7 @@ from moe_ref.experts import ExpertWeights, gemm0, gemm1
 from moe_ref.gate import Routing, keep_within_capacity
 from moe_ref.layer import MoELayer
 from moe_ref.layout import CompactLayout, align_up
+from moe_ref.limits import check_memory
 from moe_ref.pipeline import make_layout
 from moe_ref.runtime.callplan import CallPlan, RowTile, Segment, count_experts, make_call
 from moe_ref.runtime.encoding import side_of
@@ -205,6 +206,8 @@ def check_against_reference(
         activation="silu" if work.gated else "relu", capacity_factor=work.capacity_factor, max_tokens=work.tokens,
         tile_rows=work.tile_rows, dtype=dtype,
     )  # fmt: skip
+    weights = config.experts * config.parameters_per_expert * config.element_size
+    check_memory(2 * weights, f"{config.experts} experts of {config.hidden} x {config.intermediate}", "lower the sizes")
     layer = MoELayer(config, world=work.ranks, seed=work.seed)
     generator = torch.Generator().manual_seed(work.seed)
     x = [

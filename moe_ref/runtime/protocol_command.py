@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.limits import check_seed
 from moe_ref.runtime.cases import BROKEN, CASES, small_case
 from moe_ref.runtime.checker import Explorer, random_order
 from moe_ref.runtime.messages import ProtocolViolation, Rules
@@ -34,8 +35,9 @@ def protocol(
     """Search all message orders of a small case for a violation of the runtime's protocol."""
     if bug != "none" and bug not in BROKEN:
         raise UsageError(f"--break is {bug!r}, expected none or one of {', '.join(BROKEN)}")
-    if processors < 1 or limit < 1 or orders < 0 or seed < 0:
-        raise UsageError("--processors and --limit must be at least 1, --random and --seed at least 0")
+    check_seed(seed, "--seed")
+    if not 1 <= processors <= 8 or limit < 1 or orders < 0:
+        raise UsageError("expected --processors from 1 to 8, --limit of at least 1 and --random of at least 0")
     calls, rules = small_case(case, layout), BROKEN.get(bug, Rules())
     found = Explorer(calls, processors, rules, inside).run(limit)
     failed = 0

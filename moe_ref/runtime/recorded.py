@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moe_ref.errors import UsageError
+from moe_ref.limits import regular_file_size
 from moe_ref.runtime.workload import Workload
 
 Kind = Literal["products", "chain", "tiles", "megakernel"]
@@ -72,6 +73,7 @@ def load_records(path: Path) -> list[Record]:
     Raises:
         UsageError: the file is no such list; the message names the entry and the field.
     """
+    regular_file_size(path, "a JSON list of records")
     try:
         entries = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -14,7 +14,7 @@ from moe_ref.errors import UsageError
 from moe_ref.layout import align_up, ceil_div
 from moe_ref.placement.placement import Placement
 from moe_ref.runtime.callplan import CallPlan, count_experts, make_call
-from moe_ref.runtime.tasks import TileShape
+from moe_ref.runtime.tasks import TileShape, check_fields
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Workload:
         if self.capacity_factor is not None and not 0 < self.capacity_factor < np.inf:
             raise UsageError(f"capacity_factor is {self.capacity_factor}, expected a positive number or none")
 
+        shape = self.shape
+        check_fields(max(self.slots, self.ranks), 1, max(shape.columns0, shape.columns1))
+
     def replace(self, **changes: Any) -> Workload:
         """A copy with some sizes changed, checked again."""
         return replace(self, **changes)
@@ -93,6 +96,13 @@ class Workload:
     def flops_per_rank(self) -> int:
         """S * K * (2 H * up columns + 2 D H): the routed rows' products, padding left out, balanced."""
         return self.tokens * self.top_k * 2 * self.hidden * (self.shape.up_columns + self.intermediate)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a simulation of one call keeps at least: routes in a few int64 arrays, some 1 kB per row tile."""
+        routes = self.ranks * self.tokens * self.top_k
+        drawn = 0 if self.skew == 0 and self.top_k**2 <= self.experts else self.tokens * self.experts * 16
+        return 32 * routes + 1000 * (routes // self.tile_rows) + drawn
 
     def capacity(self) -> int | None:
         """C = ceil(factor * S * K / E), None when dropless."""
