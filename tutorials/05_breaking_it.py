@@ -93,6 +93,8 @@ for step, delivery in enumerate(searches["one staging side"].path, 1):
 print("=>", searches["one staging side"].violation)
 
 # %% [markdown]
+# From the command line: `moe-ref protocol --break one-side`.
+#
 # A fast rank starts its next call while a slow one still has something of this call to read. With two sides it would have to
 # be two calls ahead; it cannot be, because the call between them needs the slow rank's counts.
 #

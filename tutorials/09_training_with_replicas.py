@@ -71,6 +71,8 @@ print(
 print(f"bits per byte: {outcome.losses[0]:.2f} -> {outcome.losses[-1]:.2f} in {job.steps} steps")
 
 # %% [markdown]
+# With real processes: `moe-ref train --ranks 4 --balance-loss 0`; see [how to](../howto/train.md).
+#
 # ## Loads over time
 
 # %%
