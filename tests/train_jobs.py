@@ -54,6 +54,7 @@ class Case:
     group_size: int | None = None
     recompute: bool = False
     empty_rank: bool = False
+    frozen: bool = False
     config: ByteMoEConfig = CONFIG
     learning_rate: float = 1e-3
     moves: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -71,6 +72,7 @@ def make_model(case: Case) -> ByteMoE:
         bias = model.blocks[block].ffn.router.selection_bias
         bias.copy_(torch.linspace(-0.01, 0.01, len(bias)))
         bias[list(case.starve)] = -100.0
+        model.blocks[block].ffn.down_proj.requires_grad_(not case.frozen)
     return model.to(case.config.moe.torch_dtype)
 
 
@@ -148,7 +150,7 @@ def train(rank: int, case: Case, world: Any) -> dict[str, Any]:
         if step == case.steps - 1:
             result["gradients"] = whole_gradients(training)
             if not case.sharded:
-                assert all(p.grad is not None for p in model.parameters())
+                assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
         optimizer.step()
         if step + 1 in case.moves:
             probe = part_of(global_batch(case, 999), rank, case) if distributed else global_batch(case, 999)
@@ -162,7 +164,10 @@ def train(rank: int, case: Case, world: Any) -> dict[str, Any]:
             result["moved"].append(report.moves)
             result["same_bits"].append(torch.equal(before, after))
     records = optimizer.export()
-    result["records"] = {key: {n: v.numpy().copy() for n, v in record.items()} for key, record in records.items()}
+    result["records"] = {
+        key: {name: (v.float() if v.dtype == torch.bfloat16 else v).numpy().copy() for name, v in record.items()}
+        for key, record in records.items()
+    }
     result["shards"] = [master.numel() for master in optimizer.masters]
     result["held"] = {name: layer.held_experts for name, layer in training.layers.items()}
     return result

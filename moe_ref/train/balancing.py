@@ -27,8 +27,10 @@ MODES = ("plain", "eplb", "scheduled")
 Planner = Callable[[np.ndarray, Placement], balance.Plan]
 
 
-def check_sizes(mode: str, ranks: int, experts: int, replicas: int) -> None:
+def check_sizes(mode: str, ranks: int, experts: int, replicas: int, group_size: int | None = None) -> None:
     """Raise UsageError, naming the option, unless these sizes can be trained with."""
+    if ranks < 1:
+        raise UsageError(f"--ranks is {ranks}, expected at least 1")
     if mode not in MODES:
         raise UsageError(f"balancing is {mode!r}, expected one of {', '.join(MODES)}")
     if not 1 <= replicas <= ranks:
@@ -41,14 +43,33 @@ def check_sizes(mode: str, ranks: int, experts: int, replicas: int) -> None:
         )
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks can't be divided into {replicas} groups; --replicas must divide the ranks")
+    if group_size is None:
+        return
+    if group_size < 1 or ranks % group_size:
+        raise UsageError(f"--group-size is {group_size}, expected a divisor of {ranks} ranks")
+    if mode != "scheduled":
+        raise UsageError(f"--group-size divides the ranks that schedule together; balancing {mode!r} schedules nothing")
+    if replicas % (ranks // group_size):
+        raise UsageError(
+            f"{ranks // group_size} groups each hold every expert equally often, so --replicas must be a multiple of "
+            f"{ranks // group_size}, not {replicas}; or take --group-size {ranks}"
+        )
 
 
-def make_placement(mode: str, ranks: int, experts: int, replicas: int, load_E: Any = None) -> Placement:
+def make_placement(
+    mode: str, ranks: int, experts: int, replicas: int, load_E: Any = None, group_size: int | None = None
+) -> Placement:
     """Where a run of this mode starts.
 
     Args:
         load_E: rows per expert seen so far, for eplb; None for none seen.
+        group_size: ranks of a scheduling group, for scheduled; every group holds every expert.
     """
+    if mode == "scheduled" and group_size not in (None, ranks):
+        groups = ranks // group_size
+        inside = replicas // groups
+        part = by_name("symmetric" if inside > 1 else "plain", group_size, experts, inside).placement
+        return repeat_placement(part, groups)
     if mode == "plain":
         return repeat_placement(Placement.contiguous(experts, ranks // replicas), replicas)
     if mode == "eplb":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from rich.table import Table
 
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.errors import UsageError
-from moe_ref.report import check_plot_path
+from moe_ref.limits import check_plot_path
+from moe_ref.runtime.machine import machine as machine_named
 from moe_ref.text import BUILT_IN
-from moe_ref.train.balancing import MODES, check_sizes
+from moe_ref.train.balancing import MODES
 from moe_ref.train.compare import compare, plot_comparison, print_comparison
-from moe_ref.train.job import TrainJob, train
+from moe_ref.train.job import TrainJob, check, train
 from moe_ref.train.launch import launch, naming_lost_ranks
 from moe_ref.train.loads import write_loads
 from moe_ref.train.summary import plot_run, summary
@@ -123,21 +124,20 @@ def train_command(
 def _check(task: Task, ranks: int) -> None:
     """What can be refused before any process is started."""
     job = task.job
-    if ranks < 1:
-        raise UsageError(f"--ranks is {ranks}, expected at least 1")
     for mode in task.modes or (job.balancing,):
-        check_sizes(mode, ranks, job.experts, job.replicas)
+        check(replace(job, balancing=mode), ranks)
     if len(set(task.modes)) != len(task.modes):
         raise UsageError(f"--compare names a mode twice: {', '.join(task.modes)}")
     if task.modes and (job.folder or task.record):
         raise UsageError("--compare runs several times; leave out --folder, --resume and --record")
-    if job.group_size is not None and (job.group_size < 1 or ranks % job.group_size):
-        raise UsageError(f"--group-size is {job.group_size}, expected a divisor of {ranks} ranks")
-    job.model  # noqa: B018 (raises if the sizes make no model)
+    if task.modes:
+        machine_named(task.machine)
     if task.plot is not None:
         check_plot_path(Path(task.plot))
     if task.record is not None and Path(task.record).suffix != ".npz":
         raise UsageError(f"--record is {task.record}, expected a file that ends in .npz")
+    if task.record is not None and not Path(task.record).absolute().parent.is_dir():
+        raise UsageError(f"--record is {task.record}, but its folder does not exist; make it first")
 
 
 def run_here(task: Task) -> None:

@@ -139,11 +139,9 @@ def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tu
         UsageError: sizes that don't fit the ranks, a text that can't be had, a checkpoint that can't be used.
         RuntimeError: a loss that is not finite; another rank that is lost (see moe_ref.train.launch.WorkerLost).
     """
-    check_sizes(job.balancing, world.num_ranks, job.experts, job.replicas)
+    corpus, meta = check(job, world.num_ranks)
     torch.manual_seed(job.seed)
     model = ByteMoE(job.model).to(device)
-    corpora = [_corpus(job)]
-    meta = sharded.read_meta(Path(str(job.folder))) if job.resume else None
     training = Replicated(
         model,
         _placements(job, world, model, meta),
@@ -157,13 +155,12 @@ def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tu
     )
     outcome = Outcome()
     if meta is not None:
-        _check_same_run(job, meta)
         outcome.first_step = int(sharded.load(Path(str(job.folder)), optimizer)["step"])
     managers = Managers(job, optimizer)
     start = time.perf_counter()
     with bar(outcome.first_step, job.steps, world.local_ranks[0]) as show:
         for step in range(outcome.first_step, job.steps):
-            loss, records = _step(job, training, optimizer, corpora, step, device)
+            loss, records = _step(job, training, optimizer, corpus, step, device)
             outcome.losses.append(loss)
             outcome.note_loads(records, job.replicas)
             outcome.placement_TL.append(list(training.placements.values()))
@@ -178,17 +175,31 @@ def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tu
     return outcome, training
 
 
+def check(job: TrainJob, ranks: int) -> tuple[Corpus, dict[str, Any] | None]:
+    """What a run needs from outside: its text, and the checkpoint that it goes on from.
+
+    Raises:
+        UsageError: see `train`; this is all that can be refused before any rank is started.
+    """
+    check_sizes(job.balancing, ranks, job.experts, job.replicas, job.group_size)
+    job.model  # noqa: B018 (raises if the sizes make no model)
+    meta = sharded.read_meta(Path(str(job.folder))) if job.resume else None
+    if meta is not None:
+        _check_same_run(job, meta)
+    return _corpus(job), meta
+
+
 def _step(
     job: TrainJob,
     training: Replicated,
     optimizer: ReplicaOptimizer,
-    corpora: list[Corpus],
+    corpus: Corpus,
     step: int,
     device: torch.device | str,
 ) -> tuple[float, list[list[LayerStats]]]:
     """One optimiser step; returns the global loss in bits per byte and the statistics per micro-batch and layer."""
     world = training.world
-    batch_BL = draw_batch(corpora, job.recipe, job.context, step)
+    batch_BL = draw_batch([corpus], job.recipe, job.context, step)
     tokens = batch_BL[:, 1:].numel()
     for group in optimizer.inner.param_groups:
         group["lr"] = job.recipe.rate(step)
@@ -239,9 +250,11 @@ def _file_bytes(name: str) -> int:
 
 def _placements(job: TrainJob, world: World, model: ByteMoE, meta: dict[str, Any] | None) -> dict:
     """Placement of every layer: of the checkpoint if it fits these ranks, else as a run of this mode starts."""
-    fresh = make_placement(job.balancing, world.num_ranks, job.experts, job.replicas)
+    fresh = make_placement(job.balancing, world.num_ranks, job.experts, job.replicas, group_size=job.group_size)
     names = [f"blocks.{block}.ffn" for block in model.config.moe_blocks]
-    if meta is not None and meta["ranks"] == world.num_ranks:
+    before = {} if meta is None else meta["extra"]["job"]
+    same = all(before.get(name) == getattr(job, name) for name in ("balancing", "replicas", "group_size"))
+    if meta is not None and meta["ranks"] == world.num_ranks and same:
         saved = sharded.saved_placements(meta)
         return {name: saved.get(name, fresh) for name in names}
     return dict.fromkeys(names, fresh)

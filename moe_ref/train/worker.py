@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 
 from rich.markup import escape
 
@@ -13,6 +16,7 @@ from moe_ref.errors import CheckFailed
 
 def main(argument: str) -> int:
     """Run the task (see moe_ref.train.commands.Task) as this rank; returns the exit code."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # Late, so that the usage errors of the parent need none of this.
     from moe_ref.train.commands import Task, run_here
 
@@ -24,7 +28,16 @@ def main(argument: str) -> int:
         return _failed(error, 2)
     except RuntimeError as error:
         return _failed(error, 1)
+    except KeyboardInterrupt:
+        return 130  # the parent says it
     return 0
+
+
+def _end_with(parent: int) -> None:
+    """End this process when whoever started it is gone: nobody would read what it does."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _failed(error: Exception, code: int) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from ranks import run_ranks
 from train_jobs import CONFIG, Case, dies, exchange_speed, train_all, train_alone
 
@@ -27,10 +30,14 @@ CASES = {
     "sharded, starved, empty": Case(D2, sharded=True, starve=STARVED, empty_rank=True, micro_batches=2),
     "two groups": Case(GROUPS, group_size=2, clip=0.05),
     "recomputed": Case(D2, recompute=True, micro_batches=2, clip=0.05),
+    "a rank without experts": Case(((0, 1), (1, 2), (2, 0), (0,), (1,), (2, 1)), clip=0.05),
+    "frozen, moved": Case(MIXED, steps=2, frozen=True, moves={1: OTHER}),
     "moved": Case(MIXED, steps=6, moves={2: OTHER, 4: D2}),
     "moved, sharded": Case(D3, steps=6, sharded=True, moves={1: OTHER, 3: MIXED}),
 }
+BF16 = "bf16, moved"
 LONG = {
+    BF16: Case(D3, steps=3, moves={1: OTHER}, config=replace(CONFIG, moe=CONFIG.moe.replace(dtype="bfloat16"))),
     "moved every 20": Case(MIXED, steps=100, learning_rate=1e-3, moves={20: OTHER, 40: D2, 60: MIXED, 80: D3}),
     "never moved": Case(MIXED, steps=100, learning_rate=1e-3),
 }
@@ -50,7 +57,7 @@ def alone() -> dict[str, dict]:
     made: dict[tuple, dict] = {}
     result = {}
     for name, case in CASES.items():
-        key = (case.steps, case.micro_batches, case.clip, case.starve)
+        key = (case.steps, case.micro_batches, case.clip, case.starve, case.frozen)
         if key not in made:
             made[key] = train_alone(case)
         result[name] = made[key]
@@ -69,7 +76,11 @@ def everything(per_rank: list[dict], what: str) -> dict[str, np.ndarray]:
     """Values by logical key from all ranks, which must agree on every bit."""
     seen: dict[str, np.ndarray] = {}
     for rank, result in enumerate(per_rank):
-        values = result["gradients"] if what == "gradients" else {k: r[what] for k, r in result["records"].items()}
+        values = (
+            result["gradients"]
+            if what == "gradients"
+            else {k: r[what] for k, r in result["records"].items() if what in r}
+        )
         for key, value in values.items():
             if key in seen:
                 assert np.array_equal(seen[key], value, equal_nan=True), (
@@ -96,7 +107,7 @@ def test_equals_one_process(name: str, results, alone) -> None:
     for key, weight in tensors(everything(got, "weight")).items():
         assert distance(weight, tensors({k: r["weight"] for k, r in want["records"].items()})[key]) <= 1e-5, key
     for moment in ("master", "exp_avg", "exp_avg_sq"):
-        everything(got, moment)
+        everything(got, moment)  # all replicas have the same bits
     for norms in [result["norms"] for result in got]:
         assert norms == got[0]["norms"]
         assert np.allclose(norms, want["norms"], rtol=1e-5)
@@ -138,7 +149,25 @@ def test_groups_keep_their_tokens(results) -> None:
         assert plan[2] + plan[3] == (2 + 2) * 12 * 2
 
 
-@pytest.mark.parametrize("name", ["moved", "moved, sharded", "moved every 20"])
+def test_masters_of_a_layer_in_bf16(results) -> None:
+    """Gradients are summed and weights updated in fp32; replicas agree on every bit, before and after a move."""
+    weights, masters = everything(results[BF16], "weight"), everything(results[BF16], "master")
+    for key, master in masters.items():
+        rounded = torch.from_numpy(master).to(torch.bfloat16).float().numpy()
+        assert np.array_equal(weights[key], rounded), key
+    assert any(not np.array_equal(weights[key], masters[key]) for key in masters)
+
+
+def test_frozen_experts_move_and_stay(results, alone) -> None:
+    weights = everything(results["frozen, moved"], "weight")
+    frozen = [key for key in weights if ".down_proj/" in key]
+    assert len(frozen) == len(CONFIG.moe_blocks) * 6
+    for key in frozen:
+        assert np.array_equal(weights[key], alone["frozen, moved"]["records"][key]["weight"])
+        assert "master" not in results["frozen, moved"][0]["records"].get(key, {})
+
+
+@pytest.mark.parametrize("name", ["moved", "moved, sharded", "moved every 20", "frozen, moved", "bf16, moved"])
 def test_a_forward_has_the_same_bits_before_and_after_a_move(name: str, results) -> None:
     case = {**CASES, **LONG}[name]
     for rank, result in enumerate(results[name]):
