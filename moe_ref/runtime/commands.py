@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import UsageError
-from moe_ref.limits import check_memory, check_seed, printable
-from moe_ref.limits import check_plot_path
+from moe_ref.limits import check_memory, check_plot_path, check_seed, printable
 from moe_ref.results import provenance, write_results
 from moe_ref.runtime import protocol_command
 from moe_ref.runtime.calibrate import calibrate
@@ -99,10 +99,16 @@ def _describe(work: Workload, preset: Machine) -> str:
     )
 
 
+def _print_table(table: Table) -> None:
+    """As wide as its numbers need, also on a narrower terminal: no number is cut."""
+    widest = out.options.update(width=1000)
+    out.print(table, width=max(out.width, Measurement.get(out, widest, table).maximum), crop=False)
+
+
 def _table(results: dict[str, Result], title: str) -> Table:
     table = Table(title=title)
     for name in ("model", "us", "SM use", "overlap", "GPU ops", "MB sent", "MTokens/s"):
-        table.add_column(name, justify="left" if name == "model" else "right", overflow="fold")
+        table.add_column(name, justify="left" if name == "model" else "right")
     for model, r in results.items():
         overlap = "-" if r.overlap_efficiency is None else f"{r.overlap_efficiency:.3f}"
         table.add_row(
@@ -186,17 +192,17 @@ def simulate(
     if json_:
         print_json(report)
         return
-    out.print(_table(results, _describe(work, preset)))
+    _print_table(_table(results, _describe(work, preset)))
     if fitted is not None:
         out.print(fitted)
     if memory:
-        out.print(_memory_table(report["memory"], preset))
+        _print_table(_memory_table(report["memory"], preset))
 
 
 def _memory_table(rows: list[dict[str, Any]], preset: Machine) -> Table:
     table = Table(title=f"symmetric memory per GPU; shares of {preset.memory_bytes / 1e9:.0f} GB")
     for name in ("layout", "dtype", "S", "E", "formula, bytes", "allocated, bytes", "share", "touched, bytes"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     for r in rows:
         table.add_row(
             r["layout"], r["dtype"], str(r["tokens"]), str(r["experts"]), str(r["formula_bytes"]),
