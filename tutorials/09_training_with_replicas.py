@@ -63,7 +63,7 @@ for name, value in {"sum": one + other, "mean": (one + other) / 2, "9 to 1": 0.9
 # %%
 from moe_ref.train.job import TrainJob, train
 
-job = TrainJob(steps=45, experts=16, top_k=2, replicas=2, interval=15, balance=0.0, sequences=16, context=128)
+job = TrainJob(steps=45, experts=16, top_k=2, replicas=2, interval=15, balance=0.0, text="excerpt")
 outcome, training = train(job, SimulatedWorld(8))
 print(
     f"{sum(p.numel() for p in training.parameters()):,} parameters, {len(training.layers)} MoE layers of {job.experts} experts"
@@ -97,8 +97,9 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# Within some ten steps a few experts take most of the rows. Plain expert parallelism would wait two to three times the mean.
-# Scheduling on the first, symmetric placement helps; after the manager has re-placed for the loads it saw, nobody waits.
+# Within some ten steps a few experts take most of the rows, and plain expert parallelism would wait (dashed). Scheduling
+# on the first, symmetric placement helps as far as the hottest expert fits on its two ranks; after the manager has
+# re-placed for the loads that it saw, nobody waits.
 #
 # ## The manager's log
 #
