@@ -313,7 +313,9 @@ def run_command(
         raise UsageError(f"unknown layers {unknown}; known: {', '.join(LAYERS)}")
     _join()
     rows = run_bench(chosen, [int(t) for t in tokens.split(",")] if tokens else None, repetitions, scheduler, chains)
-    results = {**provenance(_command(), PACKAGES), "rows": rows}
+    title = f"The megakernel's times on {place()[1]} GPU{'s' * (place()[1] > 1)}"
+    description = "Fused kernel, unfused chain (eager, graph) and dense floor, interleaved in one run; ms, median."
+    results = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
     if place()[0] == 0:
         if out is not None:
             write_results(out, results)
@@ -338,7 +340,10 @@ def trace_command(
         if place()[0] == 0:
             print(json.dumps(rows[-1]), flush=True)
     if out is not None and place()[0] == 0:
-        write_results(out, {**provenance(_command(), PACKAGES), "rows": rows})
+        title = f"Where a processor's time goes, {place()[1]} GPU{'s' * (place()[1] > 1)}"
+        description = "Shares of a call's wall time per kind of work, from in-kernel timestamps; rank 0."
+        found = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
+        write_results(out, found)
 
 
 @app.command("table")

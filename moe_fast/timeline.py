@@ -45,8 +45,13 @@ def read_timeline(engine: Engine) -> Timeline:
     torch.cuda.synchronize(engine.heap.device)
     tracks = engine.trace.view(engine.blocks, TRACKS, EVENTS + 1, 3).cpu()
     engine.trace.zero_()
+    return timeline_of(tracks, engine.heap.rank, engine.blocks - (engine.shape.scheduler == "os_block"))
+
+
+def timeline_of(tracks: torch.Tensor, rank: int, processors: int) -> Timeline:
+    """Timeline from the trace's words: int64 [blocks, TRACKS, EVENTS + 1, 3], a header and then (start, end, what)."""
     events, dropped = [], 0
-    for block in range(engine.blocks):
+    for block in range(tracks.shape[0]):
         for track in range(TRACKS):
             count = int(tracks[block, track, 0, 0])
             dropped += max(0, count - EVENTS)
@@ -56,7 +61,9 @@ def read_timeline(engine: Engine) -> Timeline:
         return Timeline([], 0, 0.0, 0.0, {}, 0)
     begin, end = min(e[2] for e in events), max(e[3] for e in events)
     wall = max(end - begin, 1)
-    intervals, spent, tasks = [], {}, 0
+    intervals: list[Interval] = []
+    spent: dict[str, float] = {}
+    tasks = 0
     free: dict[tuple[int, int], float] = {}
     for block, track, start, stop, word in events:
         name = PHASES[word] if word < 0 else enc.KIND_NAMES[enc.task_kind(word)]
@@ -65,11 +72,10 @@ def read_timeline(engine: Engine) -> Timeline:
         length = max((stop - begin) / 1e3 - at, 0.0)
         free[block, track] = at + length
         actor = f"{ACTORS[track]} {block}"
-        intervals.append(Interval(engine.heap.rank, actor, name, at, length, max(word, 0) & enc.TASK_MASK))
+        intervals.append(Interval(rank, actor, name, at, length, max(word, 0) & enc.TASK_MASK))
         if track == 0:
             spent[name] = spent.get(name, 0.0) + length
             tasks += word >= 0
-    processors = engine.blocks - (engine.shape.scheduler == "os_block")
     share = {name: value * 1e3 / wall / processors for name, value in spent.items()}
     share["wait"] = 1.0 - sum(share.values())
     busy = share.get("gemm0", 0.0) + share.get("gemm1", 0.0)

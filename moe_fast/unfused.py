@@ -43,12 +43,12 @@ def _library(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
 
 
 @cache
-def library_takes(dtype: torch.dtype) -> bool:
-    """Whether this torch's grouped_mm takes a dtype on this device; asked once, with a small product."""
-    rows = torch.zeros(32, 32, dtype=dtype, device="cuda")
-    weight = torch.zeros(2, 32, 32, dtype=dtype, device="cuda").transpose(1, 2)
+def library_takes(dtype: torch.dtype, device: str) -> bool:
+    """Whether this torch's grouped_mm takes a dtype on a kind of device; asked once, with a small product."""
+    rows = torch.zeros(32, 32, dtype=dtype, device=device)
+    weight = torch.zeros(2, 32, 32, dtype=dtype, device=device).transpose(1, 2)
     try:
-        _library(rows, weight, torch.tensor([16, 32], dtype=torch.int32, device="cuda"))
+        _library(rows, weight, torch.tensor([16, 32], dtype=torch.int32, device=device))
     except RuntimeError:
         return False
     return True
@@ -59,7 +59,7 @@ def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
 
     Where the library's grouped_mm doesn't take the dtype, one product after the other (which asks the host).
     """
-    if library_takes(rows_NH.dtype):
+    if library_takes(rows_NH.dtype, rows_NH.device.type):
         return _library(rows_NH, weight_XHD, ends_X)
     ends = [0, *ends_X.tolist()]
     return torch.cat([rows_NH[ends[i] : ends[i + 1]] @ weight_XHD[i] for i in range(len(ends) - 1)])

@@ -1,0 +1,91 @@
+"""The unfused chain on a CPU: its arithmetic against the reference layer, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_fast import unfused
+from moe_ref import MoEConfig, MoELayer
+from moe_ref.definition import relative_error
+from moe_ref.errors import UsageError
+from moe_ref.gate import Routing
+
+
+def layers(**changes) -> tuple[MoELayer, unfused.ChainWeights]:
+    """A layer on one rank and its parameters as the chain takes them."""
+    values = {"hidden": 64, "intermediate": 96, "experts": 8, "top_k": 2, "dtype": "bfloat16"}
+    layer = MoELayer(MoEConfig(**{**values, **changes}))
+    return layer, unfused.layer_weights(layer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gated": False, "activation": "relu"},
+        {"gated": False, "activation": "gelu", "top_k": 1, "renormalize": False},
+        {"scoring": "sigmoid", "selection_bias": True, "routed_scaling": 2.5, "top_k": 4},
+    ],
+)
+def test_equals_the_reference(changes):
+    """Same routing; results within the roundings that the library adds before the activation."""
+    layer, weights = layers(**changes)
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    if changes.get("selection_bias"):
+        layer.router.selection_bias.copy_(torch.linspace(-0.2, 0.2, 8))
+    want, stats = layer(x, return_stats=True)
+    with torch.no_grad():
+        ids, _ = unfused.gate(x, weights, layer.config)
+        got = unfused.forward(x, weights, layer.config)
+    assert torch.equal(ids, stats.record.routing[0].expert_SK)
+    assert relative_error(got, want.double()) < 1e-2
+
+
+def test_masked_routes_and_duplicates():
+    """-1 contributes nothing, the same expert twice contributes twice, a token without a route is zero."""
+    layer, weights = layers()
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    ids = torch.tensor([[0, 1], [-1, 3], [5, 5], [-1, -1]])
+    weight = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.25, 0.75], [1.0, 1.0]])
+    want = layer(x, routing=Routing(ids, weight))
+    with torch.no_grad():
+        got = unfused.compute(x, weight, unfused.make_routes(ids, layer.config), weights, layer.config)
+    assert relative_error(got, want.double()) < 1e-2
+    assert not got[3].any()
+
+
+def test_gradients_are_the_references():
+    """Through routes, experts and combine weights."""
+    layer, weights = layers()
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 64, generator=g).to(torch.bfloat16)
+    upstream = torch.randn(40, 64, generator=g).to(torch.bfloat16)
+    a, b = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
+    layer(a).backward(upstream)
+    expected = {name: p.grad.clone() for name, p in layer.named_parameters()} | {"x": a.grad}
+    layer.zero_grad()
+    unfused.forward(b, weights, layer.config).backward(upstream)
+    actual = {name: p.grad for name, p in layer.named_parameters()} | {"x": b.grad}
+    for name, want in expected.items():
+        assert relative_error(actual[name], want.double()) < 3e-2, name
+
+
+@pytest.mark.parametrize("change", [{"expert_bias": True}, {"capacity_factor": 1.0}, {"shared_intermediate": 32}])
+def test_what_the_chain_lacks_is_named(change):
+    layer, _ = layers(**change)
+    with pytest.raises(UsageError, match=next(iter(change))):
+        unfused.check_layer(layer, "unfused", unfused.unsupported(layer.config))
+
+
+def test_several_simulated_ranks_are_refused():
+    with pytest.raises(UsageError, match="one rank per process"):
+        unfused.group_of(MoELayer(MoEConfig(16, 16, 4, 1), world=2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no CUDA device")
+def test_backends_say_why_they_cannot_run():
+    from moe_fast.backend import FusedBackend
+
+    assert "CUDA device" in str(unfused.UnfusedBackend().unavailable())
+    assert "CUDA device" in str(FusedBackend().unavailable())
