@@ -101,8 +101,13 @@ def _describe(work: Workload, preset: Machine) -> str:
 
 def _print_table(table: Table) -> None:
     """As wide as its numbers need, also on a narrower terminal: no number is cut."""
-    widest = out.options.update(width=1000)
-    out.print(table, width=max(out.width, Measurement.get(out, widest, table).maximum), crop=False)
+    before = out.width
+    needed = Measurement.get(out, out.options.update(width=1000), table).maximum
+    if needed > before:
+        out.width = needed
+    out.print(table)
+    if needed > before:
+        out.width = before
 
 
 def _table(results: dict[str, Result], title: str) -> Table:
