@@ -53,11 +53,29 @@ def engine_for(layer: MoELayer, scheduler: str | None = None) -> Engine:
         layer.world.agree("the fused kernel", f"{shape.name}, max_tokens={layer.config.max_tokens}")
         size = heap_regions(shape, layer.config.max_tokens)[1]
         heap = symmetric_heap(size, device, group) if ranks > 1 else local_heap(size, device)
-        engine = Engine(shape, heap, layer.config.max_tokens)
+        engine = Engine(shape, heap, layer.config.max_tokens, deadline_s())
         # nobody's first wait may begin while another rank still compiles
         heap.barrier()
         _engines[key] = engine
     return _engines[key]
+
+
+def deadline_s() -> float:
+    """Patience of every wait in the kernel: MOE_REF_DEADLINE_S seconds, by default 30.
+
+    Ranks that call the layer further apart than this are taken for dead.
+
+    Raises:
+        UsageError: the variable isn't a positive number.
+    """
+    text = os.environ.get("MOE_REF_DEADLINE_S", "30")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 3600:
+        raise UsageError(f"MOE_REF_DEADLINE_S is {text!r}, expected seconds between 0 and 3600")
+    return value
 
 
 def close_engines() -> None:

@@ -229,7 +229,8 @@ class Engine:
         if code:
             raise MegakernelTimeout(
                 f"rank {rank}, {ROLES[role]}: waited more than {self.deadline_s:g} s for {WAITS[wait]} {index}, "
-                f"saw {seen}, expected {expected}; every rank must call, then Engine.recover() on every rank"
+                f"saw {seen}, expected {expected}; every rank must make the call, within MOE_REF_DEADLINE_S of the "
+                "first; to go on, call Engine.recover() on every rank"
             )
         what = [
             text
