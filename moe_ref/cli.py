@@ -53,6 +53,13 @@ def _root(
     """Options that belong to every command."""
 
 
+_WITHOUT_TORCH = {
+    "balance": "moe_ref.balance.commands",
+    "place": "moe_ref.placement.commands",
+}
+"""Commands that need no tensors and where they live: they alone are loaded when they alone are asked for."""
+
+
 def _command_modules() -> list[str]:
     """moe_ref.commands, then the module `commands` of every subpackage that has one, in the order of their names."""
     packages = sorted(module.name for module in pkgutil.iter_modules(moe_ref.__path__, "moe_ref.") if module.ispkg)
@@ -60,17 +67,20 @@ def _command_modules() -> list[str]:
     return ["moe_ref.commands", *(name for name in names if importlib.util.find_spec(name) is not None)]
 
 
-def _register(debug: bool) -> None:
+def _register(debug: bool, wanted: str | None) -> None:
     """Add all commands; those that can't be loaded cost a note on stderr, not the other commands."""
+    if wanted in _WITHOUT_TORCH:
+        _add(_WITHOUT_TORCH[wanted], importlib.import_module(_WITHOUT_TORCH[wanted]).register, debug)
+        return
     for name in _command_modules():
-        _add(name, lambda name=name: importlib.import_module(name).register(app), debug)
+        _add(name, lambda app, name=name: importlib.import_module(name).register(app), debug)
     for entry in entry_points(group="moe_ref.commands"):
-        _add(f"{entry.name} ({entry.value})", lambda entry=entry: entry.load()(app), debug)
+        _add(f"{entry.name} ({entry.value})", lambda app, entry=entry: entry.load()(app), debug)
 
 
-def _add(name: str, register: Callable[[], object], debug: bool) -> None:
+def _add(name: str, register: Callable[[typer.Typer], object], debug: bool) -> None:
     try:
-        register()
+        register(app)
     except (Exception, SystemExit) as error:  # whatever another's code does at its import
         if debug:
             traceback.print_exc()
@@ -90,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         # What the terminal's encoding lacks is shown as an escape: no report ends in the middle because of it.
         if callable(reconfigure := getattr(sys.stdout, "reconfigure", None)):
             reconfigure(errors="backslashreplace")
-        _register(debug)
+        _register(debug, arguments[0] if arguments else None)
         # Not standalone: usage errors come to us, to be one line like all others. What is returned is an exit code.
         code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False)
         sys.stdout.flush()

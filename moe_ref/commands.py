@@ -21,9 +21,9 @@ from moe_ref.config import MoEConfig
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.environment import world_size_from_environment
 from moe_ref.errors import CheckFailed, UsageError
-from moe_ref.limits import check_seed, check_simulated_ranks, regular_file_size
+from moe_ref.limits import check_plot_path, check_seed, check_simulated_ranks, regular_file_size
 from moe_ref.main_job import Job, run_job, trained_layer
-from moe_ref.report import check_plot_path, plot_report, print_report
+from moe_ref.report import plot_report, print_report
 from moe_ref.world import world_for
 
 MAX_CONFIG_BYTES = 2**20

@@ -81,3 +81,24 @@ def printable(text: str) -> str:
     a\tb\udcffé
     """
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode("ascii") for ch in text)
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise UsageError unless `plot_report` could write there: known before a long computation, not after."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: no folder {path.parent}; make it, or name another")
+    try:
+        is_new = not path.exists()
+        if not is_new and not path.is_file():
+            raise UsageError(f"--plot {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"--plot {path} can't be written: {error.strerror}; name another file") from error

@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from moe_ref.errors import UsageError
-from moe_ref.limits import printable
+from moe_ref.limits import check_plot_path, printable
 
 if TYPE_CHECKING:
     from moe_ref.main_job import Report
@@ -144,27 +143,6 @@ def _print_summary(report: Report, console: Console) -> None:
     console.print(table)
     # In one piece on a terminal of any width: it is there to be copied and compared.
     console.print(f"[bold]sha256[/]     {v['output_sha256']}", soft_wrap=True, highlight=False)
-
-
-def check_plot_path(path: Path) -> None:
-    """Raise UsageError unless `plot_report` could write there: known before a long computation, not after."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: no folder {path.parent}; make it, or name another")
-    try:
-        is_new = not path.exists()
-        if not is_new and not path.is_file():
-            raise UsageError(f"--plot {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
-        with path.open("ab"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"--plot {path} can't be written: {error.strerror}; name another file") from error
 
 
 def plot_report(report: Report, path: Path) -> None:

@@ -341,3 +341,28 @@ def test_names_of_any_bytes(tmp_path: Path) -> None:
     assert err == ""
     assert "input  n\\udcff$x\\y$.txt, a byte" in out
     assert out.endswith("p\udcff.png\n")
+
+
+def test_commands_without_tensors_do_not_load_torch() -> None:
+    code = (
+        "import sys\nfrom moe_ref.cli import main\n"
+        "try:\n    main(['place', '--ranks', '4', '--experts', '8', '--json'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_early_command_is_where_it_is_looked_for() -> None:
+    from importlib import import_module
+
+    import typer
+
+    from moe_ref.cli import _WITHOUT_TORCH
+
+    for name, module in _WITHOUT_TORCH.items():
+        app = typer.Typer()
+        import_module(module).register(app)
+        commands = [command.name or command.callback.__name__ for command in app.registered_commands]
+        assert name in commands

@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from moe_ref.errors import UsageError
+from moe_ref.limits import check_plot_path
 from moe_ref.main_job import Job, Report, run_job
-from moe_ref.report import BUSIEST, amount, bar, check_plot_path, plot_report, print_report
+from moe_ref.report import BUSIEST, amount, bar, plot_report, print_report
 from moe_ref.world import SimulatedWorld
 
 # Small products: a second thread costs more than it gives, above all on a busy machine.

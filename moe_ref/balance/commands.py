@@ -18,9 +18,9 @@ from moe_ref.balance.sweep import skew_sweep
 from moe_ref.balance.timing import SOLVERS, time_overlap, time_solvers
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.limits import check_plot_path
 from moe_ref.placement import names
 from moe_ref.placement.symmetric import Construction
-from moe_ref.report import check_plot_path
 
 
 def register(app: typer.Typer) -> None:

@@ -11,11 +11,11 @@ from rich.markup import escape
 
 from moe_ref.console import out, print_json
 from moe_ref.errors import UsageError
+from moe_ref.limits import check_plot_path
 from moe_ref.placement import names
 from moe_ref.placement.density import max_density
 from moe_ref.placement.skew import perfect_up_to_zipf, zipf_limit, zipf_popularity
 from moe_ref.placement.symmetric import Construction
-from moe_ref.report import check_plot_path
 
 ROWS_PER_RANK = 8192
 
