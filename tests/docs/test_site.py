@@ -8,6 +8,8 @@ import html.parser
 import http.server
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import urllib.parse
 from pathlib import Path
@@ -124,6 +126,16 @@ def test_notebooks_and_scripts_lie_beside_the_tutorials(site: Path) -> None:
     for page in pages:
         assert page.with_suffix(".ipynb").exists()
         assert page.with_suffix(".py").read_text() == (ROOT / "tutorials" / page.with_suffix(".py").name).read_text()
+
+
+def test_the_source_of_the_site_without_mkdocs(site: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "docs._tools.pages", "--out", str(tmp_path / "src")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    pages = {str(path.relative_to(tmp_path / "src")) for path in (tmp_path / "src").rglob("*.md")}
+    built = {str(path.relative_to(site).with_suffix(".md")) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert built <= pages
+    assert not [name for name in pages if "{{ " in (tmp_path / "src" / name).read_text()]
 
 
 def test_the_site_stays_small(site: Path) -> None:
