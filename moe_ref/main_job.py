@@ -123,7 +123,12 @@ def logical_weights(job: Job) -> tuple[MoEConfig, dict[str, Tensor], str | None]
         ValueError: the job's values don't make a legal config.
     """
     config, state = trained_layer()
-    changes: dict[str, Any] = {"layout": job.layout, "capacity_factor": job.capacity_factor, "dtype": job.dtype}
+    changes: dict[str, Any] = {
+        "layout": job.layout,
+        "capacity_factor": job.capacity_factor,
+        "dtype": job.dtype,
+        "max_tokens": job.tokens,
+    }
     if job.top_k is not None:
         changes["top_k"] = job.top_k
     if job.experts in (None, config.experts):

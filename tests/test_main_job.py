@@ -231,3 +231,8 @@ def test_installed_script_is_the_same_program() -> None:
     assert script, "the console script is not installed beside this interpreter"
     done = subprocess.run([script, "--version"], capture_output=True, text=True, env=environment(), timeout=60)
     assert done.stdout == moe_ref("--version")
+
+
+def test_buffers_are_sized_for_the_tokens_asked_for() -> None:
+    report = run_job(Job(tokens=8200, text="excerpt"), SimulatedWorld(1))
+    assert report.values["tokens_per_rank"].tolist() == [8200]

@@ -56,7 +56,14 @@ def run_checkpoint(
     layers = []
     for index in checkpoint.layers:
         layer = load_layer(
-            checkpoint, index, dtype=job.dtype, layout=job.layout, backend=job.backend, world=world, device=device
+            checkpoint,
+            index,
+            dtype=job.dtype,
+            layout=job.layout,
+            max_tokens=job.tokens,
+            backend=job.backend,
+            world=world,
+            device=device,
         ).requires_grad_(False)
         gain = checkpoint.norm_weight(index)
         given = [(x if gain is None else x * gain.float()).to(device, layer.config.torch_dtype) for x in x_SH]
