@@ -111,3 +111,20 @@ def make_input(seed: int = 0, tokens: int = 37) -> torch.Tensor:
     x = torch.empty(1, tokens, HIDDEN).normal_(0, 1, generator=torch.Generator().manual_seed(1000 + seed))
     x[..., 0] = 1.0
     return x
+
+
+def hf_on_a_rank(rank: int, names: list[str]) -> list[Any]:
+    """Output of this rank's part of the input, from a layer whose experts are spread over two real ranks."""
+    from moe_ref import DistributedWorld, Placement
+    from moe_ref.compat import from_transformers
+
+    outputs = []
+    for name in names:
+        block = make_block(name)
+        experts = from_transformers(block).config.experts
+        placement = Placement.from_replicas([[e % 2] if e % 3 else [0, 1] for e in range(experts)], 2)
+        layer = from_transformers(block, world=DistributedWorld(), placement=placement)
+        part = make_input()[:, :20] if rank == 0 else make_input()[:, 20:]
+        with torch.no_grad():
+            outputs.append(layer(part).numpy())
+    return outputs

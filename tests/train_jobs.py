@@ -195,6 +195,13 @@ def train_alone(case: Case) -> dict[str, Any]:
     return train(0, alone, SimulatedWorld(1))
 
 
+def train_in_subgroups(rank: int, case: Case) -> dict[str, Any]:
+    """Ranks 0 and 2 train, and at the same time ranks 3 and 1, each pair a world of its own."""
+    torch.set_num_threads(1)
+    groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
+    return train(rank // 2, case, DistributedWorld(groups[rank % 2]))
+
+
 def exchange_speed(rank: int, experts: int, floats: int, repeats: int) -> dict[str, float]:
     """Seconds per gradient exchange of `experts` experts of so many floats, three ways, in turn in the same run."""
     world = DistributedWorld()

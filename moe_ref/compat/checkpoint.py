@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_ref.compat.blocks import layer_from_state
 from moe_ref.compat.families import Family, config_of, dtype_name, family_of
 from moe_ref.compat.names import logical_state
+from moe_ref.compat.quantised import BLOCKS
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
 from moe_ref.layer import MoELayer
@@ -94,8 +95,10 @@ class Checkpoint:
         """Config of a layer; dtype None is that of the stored experts (bf16 for quantised ones)."""
         if dtype is None:
             tensors = self.block(layer)
-            name = next(n for n in tensors if n.startswith("experts.") and n.split(".")[-1] not in ("bias",))
-            stored = tensors[name].dtype
+            names = [n for n in tensors if n.startswith("experts.") and n.endswith((".weight", "_proj", BLOCKS))]
+            if not names:
+                raise UsageError(f"layer {layer} of {self.path} has no weights of experts, only {list(tensors)[:4]}")
+            stored = tensors[names[0]].dtype
             dtype = "bfloat16" if stored.itemsize == 1 else dtype_name(stored)
         return config_of(self.family.model_type, self.values, dtype, **buffers)
 

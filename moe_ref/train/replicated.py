@@ -13,7 +13,9 @@ denominator is that of the dense parameters (tokens, or ranks): never the mean o
 from expert to expert and says nothing about how many tokens there were. And an expert counts once in the norm, however
 many replicas it has. The gradient of an expert without tokens is zero, never None.
 
-The backward uses the plan of its forward; with recomputation see `moe_ref.train.recompute`.
+Expert parameters become new objects when the model is wrapped and whenever experts move: make an optimiser after
+wrapping, and a `ReplicaOptimizer` where experts move. Gradients of micro-batches add up in the parameters' dtype; over
+ranks they are summed in fp32. The backward uses the plan of its forward; for recomputation see `moe_ref.train.recompute`.
 """
 
 from __future__ import annotations
@@ -108,14 +110,15 @@ class Replicated(nn.Module):
         None: each rank has its part of the sums in `gradients`).
 
         Args:
-            denominator: the same on every rank, for dense parameters and experts alike. Default: number of ranks, right
-                where a rank's loss is a mean and all ranks have equally many tokens; for sums over tokens give the
+            denominator: the same on every rank, for dense parameters and experts alike. Default: number of processes,
+                right where a process' loss is a mean and all have equally many tokens; for sums over tokens give the
                 number of tokens of all ranks and micro-batches.
 
         Raises:
             ValueError: a denominator that is not a positive number.
         """
-        denominator = float(self.world.num_ranks if denominator is None else denominator)
+        processes = self.world.num_ranks // len(self.world.local_ranks)
+        denominator = float(processes if denominator is None else denominator)
         if not 0 < denominator < float("inf"):
             raise ValueError(
                 f"denominator is {denominator}, expected a positive number, such as the tokens of all ranks"

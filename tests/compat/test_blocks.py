@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'moe-ref[hf]')")
 
-from hf_models import CASES, make_block, make_config, make_input
+from hf_models import CASES, hf_on_a_rank, make_block, make_config, make_input
+from ranks import run_ranks
 
 from moe_ref import MoEConfig, MoELayer, Placement
 from moe_ref.compat import FAMILIES, block_state, from_transformers, logical_state, to_transformers
@@ -89,6 +90,15 @@ def test_on_ranks_with_replicas(name: str, one_thread, same_rows) -> None:
     x = make_input()
     with torch.no_grad():
         same_rows(layer(x), alone(x))
+
+
+def test_on_real_ranks(one_thread, same_rows) -> None:
+    outputs = run_ranks(hf_on_a_rank, 2, ["qwen2_moe", "deepseek_v3"])
+    for i, name in enumerate(("qwen2_moe", "deepseek_v3")):
+        with torch.no_grad():
+            want = from_transformers(make_block(name))(make_input())
+        got = torch.cat([torch.from_numpy(output[i]) for output in outputs], dim=1)
+        same_rows(got, want)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])

@@ -8,7 +8,25 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from train_jobs import CONFIG, Case, dies, exchange_speed, train_all, train_alone
+from train_jobs import (
+    CONFIG,
+    Case,
+    dies,
+    exchange_speed,
+    global_batch,
+    loss_sum,
+    make_model,
+    train_all,
+    train_alone,
+    train_in_subgroups,
+)
+
+from moe_ref import Placement, SimulatedWorld
+from moe_ref.errors import UsageError
+from moe_ref.train.optimizer import ReplicaOptimizer
+from moe_ref.train.recompute import recompute
+from moe_ref.train.replacement import replace as move
+from moe_ref.train.replicated import Replicated
 
 D1 = tuple((e % 4,) for e in range(6))
 D2 = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3))
@@ -184,6 +202,80 @@ def test_hundred_steps_with_and_without_moves(results) -> None:
     worst = max(distance(moved[key], stayed[key]) for key in stayed)
     print(f"100 steps, moves every 20 against none: weights differ by {worst:.2e}")
     assert worst <= 1e-5
+
+
+def test_worlds_that_are_subgroups() -> None:
+    case = Case(
+        ((0, 1), (1, 0), (0,), (1,), (0, 1), (1,)), ranks=2, steps=2, clip=0.05, moves={1: ((0,),) * 3 + ((1, 0),) * 3}
+    )
+    want = train_alone(case)
+    by_rank = run_ranks(train_in_subgroups, 4, case)
+    for pair in (by_rank[0::2], by_rank[1::2]):
+        assert all(result["same_bits"] == [True] for result in pair)
+        weights = tensors(everything(pair, "weight"))
+        for key, weight in tensors({k: r["weight"] for k, r in want["records"].items()}).items():
+            assert distance(weights[key], weight) <= 1e-5, key
+
+
+def test_a_torch_optimizer_will_do_where_nothing_moves(one_thread) -> None:
+    """One process stands for all ranks: the default denominator is one, and parameters have ordinary gradients."""
+    case = Case(D2)
+    batch = global_batch(case, 0)
+    results = []
+    for wrap in (False, True):
+        model = make_model(case)
+        training = Replicated(model, case.placement, SimulatedWorld(4)) if wrap else model
+        optimizer = torch.optim.Adam(training.parameters(), lr=1e-3)
+        (loss_sum(training, batch, case) / batch[:, 1:].numel()).backward()
+        if isinstance(training, Replicated):
+            training.synchronize()
+            assert training.clip(1e9) > 0
+        optimizer.step()
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        assert distance(results[1][name].numpy(), value.numpy()) <= 1e-5, name
+
+
+def test_wrong_order_is_named(one_thread) -> None:
+    case = Case(D2)
+    training = Replicated(make_model(case), case.placement, SimulatedWorld(4))
+    optimizer = ReplicaOptimizer(training, torch.optim.SGD, lr=0.1, momentum=0.9)
+    loss_sum(training, global_batch(case, 0), case).backward()
+    with pytest.raises(RuntimeError, match=r"clip\(\) before synchronize\(\)"):
+        training.clip(1.0)
+    with pytest.raises(RuntimeError, match=r"step\(\) before synchronize\(\)"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="gradients are pending"):
+        move(optimizer, {"blocks.1.ffn": Placement.from_replicas(D3, 4)})
+    for bad in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected a positive number, such as the tokens of all ranks"):
+            training.synchronize(bad)
+    training.synchronize(100)
+    optimizer.step()
+    with pytest.raises(UsageError, match=r"no MoE layer ffn; layers: blocks.1.ffn, blocks.2.ffn"):
+        move(optimizer, {"ffn": case.placement})
+    with pytest.raises(ValueError, match="moves are planned between placements of the same sizes"):
+        move(optimizer, {"blocks.1.ffn": Placement.from_replicas([[0], [1]], 2)})
+    # Momentum is a state like any other: it moves, although SGD counts no steps.
+    before = optimizer.export()
+    move(optimizer, {"blocks.1.ffn": Placement.from_replicas(D3, 4)})
+    after = optimizer.export()
+    assert set(before["embed.weight"]) == {"weight", "master", "momentum_buffer"}
+    assert all(torch.equal(after[key][name], value) for key, record in before.items() for name, value in record.items())
+    with pytest.raises(UsageError, match=r"placements are for \['x'\], expected one for each of"):
+        Replicated(make_model(case), {"x": case.placement}, SimulatedWorld(4))
+    with pytest.raises(UsageError, match="the model has no MoELayer"):
+        Replicated(torch.nn.Linear(2, 2), case.placement, SimulatedWorld(4))
+
+
+def test_recomputation_that_is_not_the_forward_again(one_thread) -> None:
+    case = Case(D2)
+    model = make_model(case)
+    training = Replicated(model, case.placement, SimulatedWorld(4))
+    logits, _ = recompute(training, global_batch(case, 0)[:, :-1])
+    training.layers["blocks.1.ffn"].placement = Placement.from_replicas(D3, 4)
+    with pytest.raises(RuntimeError, match="the placement changed between forward and backward"):
+        logits.sum().backward()
 
 
 def test_neighbour_exchange_is_faster() -> None:
