@@ -114,40 +114,38 @@ for name, r in results.items():
 # ## The same layer as a Gantt chart
 
 # %%
-# figure: Rank 0, one time axis, simulated with the cost model of 2 x H200. Above: the chain as a CUDA graph, one operation after the other. Below: ten of the megakernel's 131 processors and its link; results travel home (orange) while tiles are still computed.
 import matplotlib.pyplot as plt
 
 colours = {"gemm0": "#0072B2", "gemm1": "#56B4E9", "combine": "#009E73", "rows": "#D55E00", "results": "#E69F00"}
-chain_names = {
-    "product 0": "gemm0",
-    "product 1": "gemm1",
-    "all-to-all out": "rows",
-    "all-to-all home": "results",
-    "weigh and sum": "combine",
-}
-captured = compare(work, h200, ("bulk",), record=True, captured=True)["bulk"]
+names = {"product 0": "gemm0", "product 1": "gemm1", "weigh and sum": "combine"}
+names |= {"all-to-all out": "rows", "all-to-all home": "results"}
+
+
+def draw(ax, intervals, actors):
+    """Bars of rank 0: one line per actor, a colour per kind of work."""
+    for i in intervals:
+        if i.rank == 0 and i.actor in actors:
+            kind = names.get(i.name, i.name.split(" ")[0])
+            ax.barh(actors[i.actor], i.duration_us, left=i.start_us, color=colours.get(kind, "#999999"), height=0.8)
+
+
+# %%
+# figure: Rank 0, one time axis, simulated with the cost model of 2 x H200. Above: the chain as a CUDA graph, one operation after the other. Below: ten of the megakernel's 131 processors and its link; results travel home (orange) while tiles are still computed.
+chain = compare(work, h200, ("bulk",), record=True, captured=True)["bulk"]
+actors = {f"processor {p}": p for p in range(10)} | {"link": 10}
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True, height_ratios=(1, 3))
-for i in captured.intervals:
-    if i.rank == 0:
-        axes[0].barh(
-            0, i.duration_us, left=i.start_us, color=colours.get(chain_names.get(i.name, ""), "#999999"), height=0.8
-        )
-rows = [f"processor {p}" for p in range(10)] + ["link"]
-for i in results["megakernel"].intervals:
-    if i.rank == 0 and i.actor in rows:
-        kind = i.name if i.name in colours else i.name.split(" ")[0]
-        axes[1].barh(
-            rows.index(i.actor), i.duration_us, left=i.start_us, color=colours.get(kind, "#999999"), height=0.8
-        )
+draw(axes[0], chain.intervals, {"compute stream": 0})
+draw(axes[1], results["megakernel"].intervals, actors)
 axes[0].set(yticks=[0], yticklabels=["chain"], title="One MoE layer, chain of launches and megakernel")
-axes[1].set(yticks=range(len(rows)), yticklabels=rows, xlabel="time, us", ylim=(len(rows) - 0.4, -0.6))
+axes[1].set(yticks=range(11), yticklabels=actors, xlabel="time, us", ylim=(10.6, -0.6))
 handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (*colours.values(), "#999999")]
 axes[1].legend(handles, [*colours, "gate, passes"], loc="upper right")
 plt.show()
 
 # %% [markdown]
 # Read it aloud: above, each colour waits for the one before, and the white gaps and wide orange blocks are time in which no
-# product runs. Below, light blue follows dark blue without a gap, and the link works meanwhile. Open a trace of your own in [Perfetto](https://ui.perfetto.dev):
+# product runs. Below, light blue follows dark blue without a gap, and the link works meanwhile. Open a trace of your own in
+# [Perfetto](https://ui.perfetto.dev):
 #
 # ```text
 # moe-ref trace --tokens 2048 --experts 16 --out layer.json --plot layer.png

@@ -100,27 +100,31 @@ import tempfile
 
 from moe_ref import MoEConfig
 
-layer = MoEConfig(hidden=512, intermediate=512, experts=8, top_k=2, activation="relu", gated=False, dtype="bfloat16")
-listing = []
-if importlib.util.find_spec("cutlass") and importlib.util.find_spec("nvshmem"):
+layer = MoEConfig(512, 512, experts=8, top_k=2, activation="relu", gated=False, dtype="bfloat16")
+
+
+def compile_here(folder):
+    """(what is in the kernel, its disassembly), compiled for two ranks."""
     from moe_fast.compiler import compile_to_file, cubin_of, find_nvdisasm, inspect_file
     from moe_fast.kernel.shapes import KernelShape
 
+    path = compile_to_file(KernelShape.from_config(layer, 2, "spare_warps"), folder)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(cubin_of(path.read_bytes()))
+    tool = find_nvdisasm()
+    text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout if tool else ""
+    return inspect_file(path), text.splitlines()
+
+
+# %%
+if importlib.util.find_spec("cutlass") and importlib.util.find_spec("nvshmem"):
     with tempfile.TemporaryDirectory() as folder:
-        path = compile_to_file(KernelShape.from_config(layer, 2, "spare_warps"), Path(folder))
-        found = inspect_file(path)
-        if find_nvdisasm():
-            cubin = Path(folder) / "kernel.cubin"
-            cubin.write_bytes(cubin_of(path.read_bytes()))
-            listing = subprocess.run(
-                [find_nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True
-            ).stdout.split("\n")
-    source = "compiled on this machine"
+        found, listing = compile_here(Path(folder))
+    print("compiled on this machine:")
 else:
     recorded = json.loads(Path("docs/results/megakernel_code.json").read_text())
-    found = recorded["kernels"][0]
-    source = f"recorded {recorded['date'][:10]} with {recorded['command']!r}; pip install -e '.[fused]' to compile here"
-print(source)
+    found, listing = recorded["kernels"][0], []
+    print(f"recorded on {recorded['date'][:10]} by {recorded['command']!r}; pip install -e '.[fused]' to compile here:")
 print(found)
 
 # %% [markdown]

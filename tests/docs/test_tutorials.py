@@ -62,7 +62,7 @@ def test_keeps_the_template(path) -> None:
     code = [source.strip() for kind, source in cells if kind == "code"]
     for source in code:
         lines = [line for line in source.splitlines() if line.strip() and not line.startswith("# figure:")]
-        assert len(lines) <= 25, f"{path.name}: a step of {len(lines)} lines:\n{source[:200]}"
+        assert len(lines) <= 20, f"{path.name}: a step of {len(lines)} lines:\n{source[:200]}"
     assert "# figure: " in text, "a plot with a caption"
     checks = code[-1]
     assert checks.count("assert ") >= 3, "the last cell is the check cell"
