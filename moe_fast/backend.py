@@ -102,6 +102,7 @@ class FusedBackend:
     """Backend "fused"; see the module's docstring."""
 
     name = "fused"
+    default_dtype = "bfloat16"
 
     def unavailable(self) -> str | None:
         """Why it can't run here: no Hopper GPU, or the extra isn't installed."""

@@ -312,6 +312,7 @@ class UnfusedBackend:
     """Backend "unfused": the eager chain on a layer."""
 
     name = "unfused"
+    default_dtype = "bfloat16"
 
     def unavailable(self) -> str | None:
         return no_device()

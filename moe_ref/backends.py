@@ -71,6 +71,15 @@ def _entries() -> dict:
     return {entry.name: entry for entry in entry_points(group="moe_ref.backends")}
 
 
+def default_dtype(name: str) -> str:
+    """The dtype that commands take where none is asked for: a backend's own `default_dtype`, else float32.
+
+    Raises:
+        BackendUnavailable: as `get`.
+    """
+    return getattr(get(name), "default_dtype", "float32")
+
+
 def available() -> dict[str, str | None]:
     """Every known backend and why it can't run here; None if it can.
 

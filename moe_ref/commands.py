@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from moe_ref import diff_command, doctor
+from moe_ref.backends import default_dtype
 from moe_ref.compat.checkpoint import Checkpoint
 from moe_ref.compat.run_checkpoint import HfJob, print_checkpoint_report, run_checkpoint
 from moe_ref.config import MoEConfig
@@ -51,7 +52,8 @@ def run(
         None, help="Rows per (rank, expert) as a multiple of the mean; beyond it routes are dropped. Default: dropless."
     ),
     dtype: str | None = typer.Option(
-        None, help="float64, float32, bfloat16 or float16. Default: float32, or as stored with --hf."
+        None,
+        help="float64, float32, bfloat16 or float16. Default: the backend's (ref: float32), or as stored with --hf.",
     ),
     text: str = typer.Option("prose", help="Input: prose, code, excerpt, or a file of any bytes."),
     hf: Path | None = typer.Option(
@@ -70,7 +72,7 @@ def run(
         given = {"--experts": experts, "--top-k": top_k, "--capacity-factor": capacity_factor, "--plot": plot}
         _run_hf(hf, HfJob(tokens, layout, backend, dtype, text), ranks, given, as_json)
         return
-    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype or "float32", text, seed)
+    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype or default_dtype(backend), text, seed)
     if plot is not None:
         check_plot_path(plot)
     if world_size_from_environment() is None:

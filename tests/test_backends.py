@@ -82,3 +82,12 @@ def test_a_check_that_raises_is_a_finding(monkeypatch) -> None:
 
     monkeypatch.setattr(doctor, "backend_checks", broken)
     assert any(c.state == "problem" and "driver fell over" in c.found for c in doctor.run_checks())
+
+
+def test_each_backend_has_a_dtype_of_its_own(monkeypatch) -> None:
+    class Coarse(backends.ReferenceBackend):
+        default_dtype = "bfloat16"
+
+    assert backends.default_dtype("ref") == "float32"
+    monkeypatch.setattr(backends, "get", lambda name: Coarse())
+    assert backends.default_dtype("coarse") == "bfloat16"
