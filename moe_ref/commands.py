@@ -53,7 +53,7 @@ def run(
     ),
     dtype: str | None = typer.Option(
         None,
-        help="float64, float32, bfloat16 or float16. Default: the backend's (ref: float32), or as stored with --hf.",
+        help="float64, float32, bfloat16 or float16. Default: the backend's own, or as stored (--hf).",
     ),
     text: str = typer.Option("prose", help="Input: prose, code, excerpt, or a file of any bytes."),
     hf: Path | None = typer.Option(
