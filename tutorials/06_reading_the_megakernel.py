@@ -178,7 +178,7 @@ for name, value in ladder.items():
 import matplotlib.pyplot as plt
 
 measured = {}
-for path in sorted(Path("docs/results").glob("bench*.json")):
+for path in sorted(Path("docs/results").glob("*bench*.json")):
     for row in json.loads(path.read_text()).get("rows", []):
         if (row["layer"], row["gpus"], row["tokens"]) == ("paper-e32", 2, 8192):
             levels = {"eager": 1, "graph": 2, "fused": 4, "floor": 5}

@@ -150,8 +150,8 @@ print("all checks passed")
 
 # %% [markdown]
 # !!! abstract "What the real kernel does instead"
-#     Nothing yet: `moe_fast` computes the forward only. On real ranks the gradients of overlapping replica sets are the
-#     difficulty. Every set is a group of its own, a rank belongs to several, and all must walk them in the same order or
+#     The kernel computes the forward; the backward recomputes the unfused chain with the forward's routing. On real ranks
+#     the gradients of overlapping replica sets are the difficulty. Every set is a group of its own, a rank belongs to several, and all must walk them in the same order or
 #     they wait for each other for ever; see [`moe_ref.train.exchange`][moe_ref.train.exchange]. Sums run in replica order
 #     on every rank, so replicas stay equal in every bit.
 #

@@ -28,9 +28,13 @@ def on_config(config):
         item = next((item for item in config.nav if section in item), None)
         if item is None:
             raise PluginError(f"mkdocs.yml has no section {section!r} in its nav")
-        known = {str(entry) for entry in item[section]}  # mkdocs serve comes here again
-        item[section] += [entry for entry in entries if str(entry) not in known]
+        known = {_uri(entry) for entry in item[section]}
+        item[section] += [entry for entry in entries if _uri(entry) not in known]
     return config
+
+
+def _uri(entry: str | dict[str, str]) -> str:
+    return entry if isinstance(entry, str) else next(iter(entry.values()))
 
 
 def on_files(files: Files, config) -> Files:

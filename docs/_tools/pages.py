@@ -45,11 +45,13 @@ class Pages:
         return out | {uri: text for _, uri, text in api.pages()}
 
     def navigation(self) -> dict[str, list[str | dict[str, str]]]:
-        """Entries to add to sections of the navigation. Notes in docs/lab stand with the results."""
+        """Entries that sections of the navigation must have. Notes in docs/lab stand with the results."""
         lab = sorted(DOCS.glob("lab/*.md"))
         recorded = {_title(name): f"recorded/{name}.md" for name in results.names()}
         notes = {_heading(path): f"lab/{path.name}" for path in lab}
+        howto = {_heading(path): f"howto/{path.name}" for path in sorted(DOCS.glob("howto/*.md"))}
         return {
+            "How to": [{title: uri} for title, uri in howto.items()],
             "Tutorials": ["tutorials/index.md", *({p.title: f"tutorials/{p.name}.md"} for p in self.tutorials)],
             "Results": [{title: uri} for title, uri in (notes | recorded).items()],
             "API": ["api/index.md", *({title: uri} for title, uri, _ in api.pages())],

@@ -22,6 +22,9 @@ PROVENANCE_KEYS = ("date", "commit", "device", "driver", "packages", "command")
 MISSING = "\N{EN DASH}"
 """Stands in a table where nothing was recorded."""
 
+WIDE = 9
+"""Objects with more keys than this, all of a list together, are shown one by one instead of as lines of a table."""
+
 LONG_LIST = 24
 """Lists of numbers longer than this are shown by their length and range."""
 
@@ -52,13 +55,13 @@ def load(name: str) -> dict[str, Any]:
 
 
 def find(values: Any, path: str, name: str = "") -> Any:
-    """Value at a dotted path; list items by index (`rows.0.ms`) or by a key's value (`rows.tokens=1024.ms`)."""
+    """Value at a dotted path; list items by index (`rows.0.ms`) or by values (`rows.layer=a&tokens=1024.ms`)."""
     at = values
     for part in re.findall(r"[^.=]+=[-\d.]*\d|[^.]+", path):
         try:
             if isinstance(at, list) and "=" in part:
-                key, wanted = part.split("=", 1)
-                at = next(item for item in at if str(item[key]) == wanted)
+                wanted = dict(condition.split("=", 1) for condition in part.split("&"))
+                at = next(item for item in at if all(str(item[key]) == value for key, value in wanted.items()))
             else:
                 at = at[int(part)] if isinstance(at, list) else at[part]
         except (KeyError, IndexError, ValueError, TypeError, StopIteration) as error:
@@ -115,7 +118,13 @@ def table(items: Any, keys: list[str] | None = None) -> str:
             except ResultMissing:
                 row.append(MISSING)
         rows.append(row)
-    return _headed(rows, [k.removesuffix(".mean").replace("_", " ") or " " for k in keys])
+    return _headed(rows, [_column(key) for key in keys])
+
+
+def _column(key: str) -> str:
+    """Heading of a column: its path without the parts that all columns share."""
+    parts = [part for part in key.split(".") if part not in ("ms", "mean", "median")]
+    return " ".join(parts).replace("_", " ") or " "
 
 
 def provenance(name: str) -> str:
@@ -154,7 +163,16 @@ def _section(key: str, value: Any, level: int) -> list[str]:
             out += _section(str(name), inner, level + 1)
         return out
     if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
-        return [title, "", table(value), ""]
+        if len({name for item in value for name in item}) <= WIDE:
+            return [title, "", table(value), ""]
+        if all(set(item) == set(value[0]) for item in value):
+            return [title, "", table(value), ""]
+        out = [title, ""]
+        for item in value:
+            name, inner = next(iter(item.items()))
+            rest = {key: v for key, v in item.items() if key != name}
+            out += [f"{'#' * min(level + 1, 6)} {number(inner)}", "", *_object(rest, level + 2)]
+        return out
     if isinstance(value, dict):
         return [title, "", *_object(value, level + 1)]
     return [title, "", number(value), ""]
@@ -186,7 +204,7 @@ def page(name: str) -> str:
     return "\n".join([f"# {title}", "", intro, "", note, "", provenance(name), "", *_object(rest, 2)])
 
 
-_PLACEHOLDER = re.compile(r"\{\{ *(value|table|provenance) +([^}\s]+)(?: +([^}\s]+))?(?: +([^}]+?))? *\}\}")
+_PLACEHOLDER = re.compile(r"\{\{ *(value|table|provenance) +([^}\s]+)(?: +([^}\s]+))?(?: +([^}\s]+))? *\}\}")
 
 
 def fill(markdown: str) -> str:
