@@ -24,11 +24,9 @@ from moe_ref.definition import definition
 from moe_ref.errors import UsageError
 from moe_ref.gate import Routing
 from moe_ref.layer import LayerStats, MoELayer
+from moe_ref.main_job import TOLERANCE
 from moe_ref.text import load_text
 from moe_ref.world import DistributedWorld, World
-
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
-"""Largest relative error against the float64 definition at which a layer counts as correct."""
 
 
 @dataclass(frozen=True)

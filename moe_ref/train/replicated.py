@@ -15,7 +15,7 @@ many replicas it has. The gradient of an expert without tokens is zero, never No
 
 Expert parameters become new objects when the model is wrapped and whenever experts move: make an optimiser after
 wrapping, and a `ReplicaOptimizer` where experts move. Gradients of micro-batches add up in the parameters' dtype; over
-ranks they are summed in fp32. The backward uses the plan of its forward; for recomputation see `moe_ref.train.recompute`.
+ranks they are summed in fp32. The backward uses the plan of its forward; to recompute see `moe_ref.train.recompute`.
 """
 
 from __future__ import annotations

@@ -206,6 +206,18 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_the_default_run_learns_and_balances(capfd, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_command("train", "--ranks", "4", "--steps", "60", "--json") == 0
+    values = json.loads(capfd.readouterr().out)
+    assert values["loss_last"] <= 0.6 * values["loss_first"]
+    assert values["max_over_mean_scheduled"] <= 1.01 < values["max_over_mean_plain"]
+    assert values["seconds"] <= 120
+    assert values["sync_seconds"] < values["seconds"]
+    assert values["moves"] >= 0
+
+
+@pytest.mark.slow
 def test_eight_ranks_through_torchrun_in_four_groups() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "moe_ref",
                "train", *TINY, "--steps", "4", "--replicas", "4", "--balancing", "plain", "--sharded",
