@@ -38,11 +38,11 @@ def _first_line(module: str) -> str:
 
 def _exports(package: str) -> str:
     """Sentence with a link for each name that a package takes from its modules."""
-    links = []
+    links: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("moe_ref.", "moe_fast.")):
             names = [alias.name for alias in node.names if not alias.name.startswith("_")]
-            links += [f"[`{name}`][{node.module}.{name}]" for name in names]
+            links |= {f"[`{name}`][{node.module}.{name}]" for name in names}
     return f"Exports {', '.join(sorted(links))}." if links else ""
 
 
