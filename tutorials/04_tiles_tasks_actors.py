@@ -125,7 +125,7 @@ def draw(ax, intervals, actors):
     """Bars of rank 0: one line per actor, a colour per kind of work."""
     for i in intervals:
         if i.rank == 0 and i.actor in actors:
-            kind = names.get(i.name, i.name.split(" ")[0])
+            kind = names.get(i.name, i.name.split(" to ")[0])
             ax.barh(actors[i.actor], i.duration_us, left=i.start_us, color=colours.get(kind, "#999999"), height=0.8)
 
 
