@@ -25,6 +25,8 @@ def on_config(config):
     except (TutorialFailed, ResultMissing) as error:
         raise PluginError(str(error)) from error
     for section, entries in navigation.items():
+        if not entries:
+            continue
         item = next((item for item in config.nav if section in item), None)
         if item is None:
             raise PluginError(f"mkdocs.yml has no section {section!r} in its nav")
