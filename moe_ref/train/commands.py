@@ -14,10 +14,9 @@ from rich.table import Table
 from moe_ref.console import out, print_json, rank_from_environment
 from moe_ref.errors import UsageError
 from moe_ref.limits import check_plot_path
-from moe_ref.runtime.machine import machine as machine_named
 from moe_ref.text import BUILT_IN
 from moe_ref.train.balancing import MODES
-from moe_ref.train.compare import compare, plot_comparison, print_comparison
+from moe_ref.train.compare import check_machine, compare, plot_comparison, print_comparison
 from moe_ref.train.job import TrainJob, check, train
 from moe_ref.train.launch import launch, naming_lost_ranks
 from moe_ref.train.loads import write_loads
@@ -131,7 +130,7 @@ def _check(task: Task, ranks: int) -> None:
     if task.modes and (job.folder or task.record):
         raise UsageError("--compare runs several times; leave out --folder, --resume and --record")
     if task.modes:
-        machine_named(task.machine)
+        check_machine(task.machine, ranks)
     if task.plot is not None:
         check_plot_path(Path(task.plot))
     if task.record is not None and Path(task.record).suffix != ".npz":

@@ -1,6 +1,7 @@
 """Ways of balancing side by side: the experiment of FineMoE's figures 7 and 9 at laptop size.
 
-Every mode trains the same model on the same batches with the same seeds. Two kinds of time are reported:
+Every mode trains the same model on the same batches with the same seeds; the modes take turns step by step, so that
+what else the machine does meets all of them. Two kinds of time are reported:
 
 measured    per stage of the MoE layers, forward, summed over layers, slowest rank, on this machine. Where processes
             outnumber cores they take turns, and a rank that waits costs nothing: balance can't show in these times.
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ref.balance import schedule
+from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
 from moe_ref.runtime.callplan import make_call
 from moe_ref.runtime.chains import bulk
@@ -34,8 +36,9 @@ from moe_ref.runtime.machine import Machine
 from moe_ref.runtime.machine import machine as machine_named
 from moe_ref.runtime.workload import Workload
 from moe_ref.train.balancing import make_planner
-from moe_ref.train.job import TrainJob, train
+from moe_ref.train.job import TrainJob, training_steps
 from moe_ref.train.outcome import Outcome
+from moe_ref.train.progress import bar
 from moe_ref.train.summary import summary
 from moe_ref.world import World
 
@@ -69,11 +72,17 @@ def compare(
     Raises:
         UsageError: an unknown machine, or one with fewer GPUs than ranks; and as `train`.
     """
-    gpu = machine_named(machine)
-    Workload(ranks=world.num_ranks, experts=job.experts, top_k=job.top_k, **GPU_LAYER)  # refuses what can't be modelled
+    gpu = check_machine(machine, world.num_ranks)
+    runs = {mode: training_steps(dataclasses.replace(job, balancing=mode), world, device) for mode in modes}
+    outcomes = {mode: next(run)[0] for mode, run in runs.items()}
+    with bar(0, job.steps, world.local_ranks[0]) as show:
+        for step in range(job.steps):
+            for mode, run in runs.items():
+                next(run)
+                show(step + 1, f"{mode}: {outcomes[mode].losses[-1]:.3f} bits/byte")
+    step_seconds = {mode: _slowest_steps(world, outcome) for mode, outcome in outcomes.items()}
     results: dict[str, Any] = {}
-    for mode in modes:
-        outcome, _ = train(dataclasses.replace(job, balancing=mode), world, device)
+    for mode, outcome in outcomes.items():
         values = summary(job, outcome, world)
         seconds = values["stage_seconds_per_step"]
         measured = {stage: sum(seconds.get(n, 0.0) for n in names) for stage, names in _MEASURED.items()}
@@ -82,16 +91,17 @@ def compare(
             "loss_last": values["loss_last"],
             "max_over_mean": values["max_over_mean_scheduled"],
             "moves": values["moves"],
-            "seconds_per_step": values["seconds"] / len(outcome.losses),
+            "seconds_per_step": float(np.median(step_seconds[mode])),
             "measured_s": measured,
             "modelled_us": modelled,
             "modelled_step_us": sum(_TIMES_PER_STEP[stage] * us for stage, us in modelled.items()),
         }
     if "plain" in results:
         plain = results["plain"]
-        for values in results.values():
+        for mode, values in results.items():
             values["modelled_gain_percent"] = 100 * (plain["modelled_step_us"] / values["modelled_step_us"] - 1)
-            values["measured_gain_percent"] = 100 * (plain["seconds_per_step"] / values["seconds_per_step"] - 1)
+            paired = step_seconds["plain"] / step_seconds[mode]
+            values["measured_gain_percent"] = 100 * (float(np.median(paired)) - 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "ranks": world.num_ranks,
@@ -105,6 +115,20 @@ def compare(
         "modes": results,
         "paper": PAPER,
     }
+
+
+def check_machine(name: str, ranks: int) -> Machine:
+    """The machine of this name; UsageError if there is none, or if it has fewer GPUs than ranks."""
+    gpu = machine_named(name)
+    if ranks > gpu.gpus:
+        raise UsageError(f"{ranks} ranks were asked for, but --machine {name} has {gpu.gpus} GPUs")
+    return gpu
+
+
+def _slowest_steps(world: World, outcome: Outcome) -> np.ndarray:
+    """Seconds of each step on the slowest rank, [T]; every rank calls it."""
+    mine_T = np.round(1e9 * np.array(outcome.step_seconds)).astype(np.int64)
+    return world.gather(np.stack([mine_T] * len(world.local_ranks))).max(axis=0) / 1e9
 
 
 def _modelled(job: TrainJob, mode: str, outcome: Outcome, gpu: Machine, ranks: int) -> dict[str, float]:
@@ -201,7 +225,7 @@ def plot_comparison(values: dict[str, Any], path: Path) -> None:
             axis.bar(modes, height, bottom=bottom, label=stage)
             bottom += height
         axis.set(ylabel=label)
-        axis.legend(fontsize="small")
+    axes[0].legend(fontsize="small")
     gains = [values["modes"][mode].get("modelled_gain_percent", 0.0) for mode in modes]
     axes[2].bar(modes, gains)
     for name, gain in (("paper, mean", PAPER["mean_gain_percent"]), ("paper, best", PAPER["best_gain_percent"])):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,21 +134,30 @@ class TrainJob:
 
 
 def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tuple[Outcome, Replicated]:
-    """Train; every rank of the world calls it with the same job.
+    """Train with a progress bar; every rank of the world calls it with the same job.
 
     Raises:
         UsageError: sizes that don't fit the ranks, a text that can't be had, a checkpoint that can't be used.
         RuntimeError: a loss that is not finite; another rank that is lost (see moe_ref.train.launch.WorkerLost).
     """
+    run = training_steps(job, world, device)
+    outcome, training = next(run)
+    with bar(outcome.first_step, job.steps, world.local_ranks[0]) as show:
+        for _ in run:
+            ratio, plain = float(np.mean(outcome.scheduled_TL[-1])), float(np.mean(outcome.plain_TL[-1]))
+            step = outcome.first_step + len(outcome.losses)
+            show(step, f"{outcome.losses[-1]:.3f} bits/byte, max/mean {ratio:.3f} (plain {plain:.2f})")
+    return outcome, training
+
+
+def training_steps(
+    job: TrainJob, world: World, device: torch.device | str = "cpu"
+) -> Iterator[tuple[Outcome, Replicated]]:
+    """The loop itself: yields once before the first step, and after each; what it yields is always the same objects."""
     corpus, meta = check(job, world.num_ranks)
     torch.manual_seed(job.seed)
     model = ByteMoE(job.model).to(device)
-    training = Replicated(
-        model,
-        _placements(job, world, model, meta),
-        world,
-        sharded=job.sharded,
-    )
+    training = Replicated(model, _placements(job, world, model, meta), world, sharded=job.sharded)
     for layer in training.layers.values():
         layer.planner = make_planner(job.balancing, world.num_ranks, job.replicas, job.group_size)
     optimizer = ReplicaOptimizer(
@@ -157,22 +167,19 @@ def train(job: TrainJob, world: World, device: torch.device | str = "cpu") -> tu
     if meta is not None:
         outcome.first_step = int(sharded.load(Path(str(job.folder)), optimizer)["step"])
     managers = Managers(job, optimizer)
-    start = time.perf_counter()
-    with bar(outcome.first_step, job.steps, world.local_ranks[0]) as show:
-        for step in range(outcome.first_step, job.steps):
-            loss, records = _step(job, training, optimizer, corpus, step, device)
-            outcome.losses.append(loss)
-            outcome.note_loads(records, job.replicas)
-            outcome.placement_TL.append(list(training.placements.values()))
-            managers.observe(step, outcome)
-            ratio = float(np.mean(outcome.scheduled_TL[-1]))
-            plain = float(np.mean(outcome.plain_TL[-1]))
-            show(step + 1, f"{loss:.3f} bits/byte, max/mean {ratio:.3f} (plain {plain:.2f})")
-            if job.folder is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
-                sharded.save(Path(job.folder), step + 1, optimizer, {"job": asdict(job)})
-    outcome.seconds = time.perf_counter() - start
-    outcome.sync_seconds = training.sync_seconds
-    return outcome, training
+    yield outcome, training
+    for step in range(outcome.first_step, job.steps):
+        start = time.perf_counter()
+        loss, all_stats = _step(job, training, optimizer, corpus, step, device)
+        outcome.losses.append(loss)
+        outcome.note_loads(all_stats, job.replicas)
+        outcome.placement_TL.append(list(training.placements.values()))
+        managers.observe(step, outcome)
+        if job.folder is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
+            sharded.save(Path(job.folder), step + 1, optimizer, {"job": asdict(job)})
+        outcome.step_seconds.append(time.perf_counter() - start)
+        outcome.sync_seconds = training.sync_seconds
+        yield outcome, training
 
 
 def check(job: TrainJob, ranks: int) -> tuple[Corpus, dict[str, Any] | None]:

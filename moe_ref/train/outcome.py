@@ -26,7 +26,7 @@ class Outcome:
         scheduled_TL, plain_TL: maximum over mean rows of a rank, as it ran, and under plain expert parallelism.
         stage_seconds: per stage, summed over steps and layers, of the slowest rank. sync_seconds: likewise.
         moves, moved_bytes: experts re-placed. decisions: the managers' log.
-        seconds: of the loop.
+        step_seconds: of each step, moves and checkpoints included, on this rank.
     """
 
     first_step: int = 0
@@ -41,7 +41,7 @@ class Outcome:
     moves: int = 0
     moved_bytes: int = 0
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
 
     def note_loads(self, all_stats: list[list[LayerStats]], replicas: int) -> None:
         """Add one step's loads (summed over its micro-batches) and ratios (averaged over them)."""

@@ -30,7 +30,7 @@ def summary(job: TrainJob, outcome: Outcome, world: World) -> dict[str, Any]:
     Times are those of the slowest rank. `sync_seconds`: gradient sums, and what a sharded optimiser exchanges.
     """
     steps = len(outcome.losses)
-    times = slowest(world, {**outcome.stage_seconds, "sync": outcome.sync_seconds, "all": outcome.seconds})
+    times = slowest(world, {**outcome.stage_seconds, "sync": outcome.sync_seconds, "all": sum(outcome.step_seconds)})
     return {
         "ranks": world.num_ranks,
         "steps": job.steps,

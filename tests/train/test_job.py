@@ -162,6 +162,7 @@ def test_command_refuses_before_it_starts(capsys) -> None:
         (("--replicas", "5"), "--replicas is 5, expected 1 to 4"),
         (("--ranks", "0"), "--ranks is 0, expected at least 1"),
         (("--group-size", "3"), "--group-size is 3, expected a divisor of 4 ranks"),
+        (("--ranks", "16", "--compare", "plain"), "16 ranks were asked for, but --machine h100-8 has 8 GPUs"),
         (("--steps", "0"), "steps is 0, expected at least 1"),
     ):
         assert run_command("train", *arguments) == 2
