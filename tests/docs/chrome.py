@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tornado.httpclient import AsyncHTTPClient
-from tornado.websocket import WebSocketClientConnection, websocket_connect
+if TYPE_CHECKING:
+    from tornado.websocket import WebSocketClientConnection
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -93,6 +93,10 @@ class Browser:
     """`async with Browser() as page`: one tab of a fresh browser without profile and network."""
 
     async def __aenter__(self) -> Page:
+        # Here, so that collecting the tests needs no extra.
+        from tornado.httpclient import AsyncHTTPClient
+        from tornado.websocket import websocket_connect
+
         program = find()
         assert program is not None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
