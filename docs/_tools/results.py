@@ -108,7 +108,7 @@ def table(items: Any, keys: list[str] | None = None) -> str:
     if keys is None:
         keys = []
         for item in items:
-            keys += [key for key in item if key not in keys]
+            keys += [key for key in _leaves(item) if key not in keys]
     rows = []
     for item in items:
         row = []
@@ -124,7 +124,16 @@ def table(items: Any, keys: list[str] | None = None) -> str:
 def _column(key: str) -> str:
     """Heading of a column: its path without the parts that all columns share."""
     parts = [part for part in key.split(".") if part not in ("ms", "mean", "median")]
-    return " ".join(parts).replace("_", " ") or " "
+    return " ".join(parts or key.split(".")).replace("_", " ") or " "
+
+
+def _leaves(item: dict[str, Any]) -> list[str]:
+    """Dotted paths of the values of an object, those of inner objects in their place."""
+    out = []
+    for key, value in item.items():
+        inner = _leaves(value) if isinstance(value, dict) else []
+        out += [f"{key}.{path}" for path in inner] or [key]
+    return out
 
 
 def provenance(name: str) -> str:
@@ -134,7 +143,7 @@ def provenance(name: str) -> str:
     commit = values["commit"] or "not recorded"
     command = " && ".join(values["command"]) if isinstance(values["command"], list) else str(values["command"])
     lines = [
-        f'??? info "How this was measured: {_device(values["device"])}, {str(values["date"])[:10]}"',
+        f'??? info "How this was obtained: {_device(values["device"])}, {str(values["date"])[:10]}"',
         "",
         "    ```text",
         *(f"    {line}" for line in command.splitlines()),

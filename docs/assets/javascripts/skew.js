@@ -11,11 +11,11 @@
   for (const box of document.querySelectorAll('[data-widget="skew"]')) {
     const sweep = JSON.parse(box.querySelector("script").textContent);
     const most = Math.max(...sweep.map((row) => Math.max(...SHOWN.map(([key]) => row[key].mean))));
-    const x = (ratio) => 210 + (ratio * 330) / most;
+    const x = (ratio) => 240 + (ratio * 330) / most;
     const body = document.createElement("div");
     body.innerHTML =
       '<label>Zipf exponent s <input type="range" min="0" max="' + (sweep.length - 1) + '" value="2" step="1"></label>' +
-      '<output></output><svg viewBox="0 0 600 150" width="600" role="img"></svg><p class="said" aria-live="polite"></p>';
+      '<output></output><svg viewBox="0 0 640 150" width="640" role="img"></svg><p class="said" aria-live="polite"></p>';
     box.append(body);
     const input = body.querySelector("input");
     function draw() {
@@ -26,8 +26,8 @@
         const ratio = row[key].mean;
         const colour = ratio < 1.01 ? "#2a9d8f" : "#e4572e";
         return (
-          `<text x="200" y="${i * 26 + 24}" text-anchor="end">${label}</text>` +
-          `<rect x="210" y="${i * 26 + 10}" width="${x(ratio) - 210}" height="20" fill="${colour}"></rect>` +
+          `<text x="230" y="${i * 26 + 24}" text-anchor="end">${label}</text>` +
+          `<rect x="240" y="${i * 26 + 10}" width="${x(ratio) - 240}" height="20" fill="${colour}"></rect>` +
           `<text x="${x(ratio) + 6}" y="${i * 26 + 24}">${ratio.toFixed(3)}</text>`
         );
       });
