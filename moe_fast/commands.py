@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from moe_ref.errors import UsageError
+from moe_ref.errors import BackendUnavailable, UsageError
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("compile")(compile_kernels)
-    app.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(bench)
+    # --help belongs to the inner app: `bench run --help` must say what `run` takes.
+    inner = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command("bench", context_settings=inner)(bench)
 
 
 def compile_kernels(
@@ -25,6 +28,7 @@ def compile_kernels(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Compile megakernels ahead of time; needs no GPU. Without --config: the layers of the benchmark."""
+    check_compiler()
     from moe_fast.compiler import cache_folder, compile_to_file, inspect_file
     from moe_fast.kernel.shapes import KernelShape
     from moe_ref.console import err
@@ -51,6 +55,16 @@ def compile_kernels(
         print(json.dumps({"folder": str(out or cache_folder()), "kernels": kernels}))
 
 
+def check_compiler() -> None:
+    """Raise BackendUnavailable where the CuTe DSL is not installed."""
+    try:
+        version("nvidia-cutlass-dsl")
+    except PackageNotFoundError:
+        raise BackendUnavailable(
+            "compiling kernels needs the CuTe DSL, which is not installed; pip install -e '.[fused]' in the checkout"
+        ) from None
+
+
 def _configs(path: Path | None) -> list[Any]:
     from moe_ref.config import MoEConfig
 
@@ -66,7 +80,7 @@ def _configs(path: Path | None) -> list[Any]:
 
 
 def bench(context: typer.Context) -> None:
-    """Time the fused kernel against the unfused chain and the dense floor (moe-ref bench run --help)."""
+    """Time the fused kernel against the unfused chain and the dense floor: run, trace, table (each has --help)."""
     from moe_fast.bench import app
 
-    app(context.args, prog_name="moe-ref bench", standalone_mode=False)
+    app(context.args or ["--help"], prog_name="moe-ref bench", standalone_mode=False)

@@ -44,7 +44,7 @@ def import_cutlass() -> Any:
         from cutlass.cutlass_dsl import CuTeDSL
     except ImportError as error:
         raise BackendUnavailable(
-            f"the CuTe DSL does not import ({error}); pip install 'moe-ref[fused]' "
+            f"the CuTe DSL does not import ({error}); pip install -e '.[fused]' "
             "(nvidia-cutlass-dsl, not nvidia-cutlass)"
         ) from error
     # somebody may have imported it before us, without the variable

@@ -30,7 +30,7 @@ def _packages() -> list[Check]:
         try:
             out.append(Check(name, "ok", version(name)))
         except PackageNotFoundError:
-            out.append(Check(name, "optional", f"not installed: {why}", "pip install 'moe-ref[fused]'"))
+            out.append(Check(name, "optional", f"not installed: {why}", "pip install -e '.[fused]'"))
     return out
 
 
@@ -42,7 +42,7 @@ def _nvshmem() -> Check:
         found = nvshmem.get_version()
         check_version(found)
     except ImportError as error:
-        return Check(name, "optional", f"nvshmem4py does not import ({error})", "pip install 'moe-ref[fused]'")
+        return Check(name, "optional", f"nvshmem4py does not import ({error})", "pip install -e '.[fused]'")
     except BackendUnavailable as error:
         return Check(name, "optional", str(error), "preload the newer libnvshmem_host.so.3 (LD_PRELOAD)")
     except Exception as error:  # its loader raises types of its own

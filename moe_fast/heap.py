@@ -110,7 +110,7 @@ def start(device: torch.device, group: Any = None, heap_bytes: int = DEFAULT_HEA
         from cuda.core import Device
     except ImportError as error:
         raise BackendUnavailable(
-            f"nvshmem4py does not import ({error}); several ranks need it: pip install 'moe-ref[fused]'"
+            f"nvshmem4py does not import ({error}); several ranks need it: pip install -e '.[fused]'"
         ) from error
     found = nvshmem.get_version()
     check_version(found)

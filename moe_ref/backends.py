@@ -108,7 +108,7 @@ def get(name: str) -> Backend:
     if entry is None:
         if name in EXTRAS:
             extra, what = EXTRAS[name]
-            raise BackendUnavailable(f"backend {name!r} ({what}) is not installed; pip install 'moe-ref[{extra}]'")
+            raise BackendUnavailable(f"backend {name!r} ({what}) is not installed; pip install -e '.[{extra}]'")
         known = ", ".join(sorted({"ref", *EXTRAS, *_entries()}))
         raise BackendUnavailable(f"unknown backend {name!r}, expected one of {known}")
     try:
@@ -116,5 +116,5 @@ def get(name: str) -> Backend:
     except Exception as error:  # another package's code: whatever it raises, the cause is that this backend is broken
         extra = EXTRAS.get(name, (name, ""))[0]
         raise BackendUnavailable(
-            f"backend {name!r} does not import ({type(error).__name__}: {error}); pip install 'moe-ref[{extra}]'"
+            f"backend {name!r} does not import ({type(error).__name__}: {error}); pip install -e '.[{extra}]'"
         ) from error

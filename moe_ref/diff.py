@@ -131,8 +131,9 @@ def check(
                 # Copies: a function that writes into what it was given must not change what it is held against.
                 weights = {key: value.detach().clone() for key, value in layer.state_dict().items()}
                 y_SH = function(x_SH.clone(), weights, Routing(routing.expert_SK.clone(), routing.weight_SK.clone()))
-            got = f"{y_SH.dtype} tensor" if isinstance(y_SH, Tensor) else type(y_SH).__name__
-            if not isinstance(y_SH, Tensor) or y_SH.dtype != config.torch_dtype:
+            good = isinstance(y_SH, Tensor) and y_SH.dtype == config.torch_dtype and y_SH.shape == x_SH.shape
+            got = f"{y_SH.dtype} tensor {list(y_SH.shape)}" if isinstance(y_SH, Tensor) else type(y_SH).__name__
+            if not good:
                 raise UsageError(f"{name} returned a {got}, expected a {config.torch_dtype} tensor {list(x_SH.shape)}")
             result = compare_buffer(
                 "combine", "y_SH", Record(y_SH=[y_SH]), expected, (0,), config.torch_dtype, tile_rows
@@ -140,7 +141,7 @@ def check(
             assert result is not None
             assert expected.y_SH is not None
             note = f"case: {kind} ({cases.KINDS[kind]}), {tokens} tokens, seed {seed}"
-            if not result.ok and y_SH.shape == expected.y_SH[0].shape:
+            if not result.ok:
                 note += _suspects(y_SH, expected.y_SH[0], routing, TOLERANCE[config.torch_dtype])
             report = Report(name, "ref", [result], note)
             if not result.ok:

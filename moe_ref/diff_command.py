@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from moe_ref import backends, cases
 from moe_ref.config import MoEConfig
-from moe_ref.console import out, print_json, rank_from_environment
+from moe_ref.console import err, out, print_json, rank_from_environment
 from moe_ref.diff import compare
 from moe_ref.environment import world_size_from_environment
 from moe_ref.errors import UsageError
@@ -50,6 +50,8 @@ def register(app: typer.Typer) -> None:
         check_seed(seed, "--seed")
         for name in (backend, against):
             backends.get(name)
+        if backend == against:
+            err.print(f"note: {escape(backend)} is compared with itself; name another with --backend", soft_wrap=True)
         config = MoEConfig.from_dict(
             {
                 "hidden": hidden,

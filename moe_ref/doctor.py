@@ -86,7 +86,7 @@ def _at_least(found: str, wanted: tuple[int, ...]) -> bool:
 def _package(name: str, minimum: tuple[int, ...], why: str, extra: str | None = None) -> Check:
     found = _version_of(name)
     wanted = ".".join(map(str, minimum))
-    install = f"pip install 'moe-ref[{extra}]'" if extra else f"pip install '{name}>={wanted}'"
+    install = f"pip install -e '.[{extra}]'" if extra else f"pip install '{name}>={wanted}'"
     if found is None:
         return Check(name, "optional" if extra else "problem", f"not installed; {why}", install)
     if not _at_least(found, minimum):

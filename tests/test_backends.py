@@ -25,15 +25,15 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
 
 def test_a_backend_that_is_not_installed_names_the_extra(monkeypatch) -> None:
     monkeypatch.setattr(backends, "_entries", dict)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'moe-ref\[fused\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install -e '.\[fused\]'"):
         MoELayer(CONFIG, backend="fused")
-    assert "moe-ref[fused]" in (backends.available()["fused"] or "")
+    assert "'.[fused]'" in (backends.available()["fused"] or "")
 
 
 def test_a_backend_that_does_not_import_says_why(monkeypatch) -> None:
     entry = EntryPoint("fused", "no_such_module_of_ours:Backend", "moe_ref.backends")
     monkeypatch.setattr(backends, "_entries", lambda: {"fused": entry})
-    with pytest.raises(BackendUnavailable, match=r"does not import.*no_such_module_of_ours.*moe-ref\[fused\]"):
+    with pytest.raises(BackendUnavailable, match=r"does not import.*no_such_module_of_ours.*'\.\[fused\]'"):
         backends.get("fused")
 
 

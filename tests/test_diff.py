@@ -229,8 +229,10 @@ def test_a_check_of_nothing_is_refused() -> None:
 
 
 def test_a_wrong_dtype_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"returned a torch.float64 tensor, expected a torch.float32 tensor"):
+    with pytest.raises(UsageError, match=r"returned a torch.float64 tensor \[0, 64\], expected a torch.float32 tensor"):
         check(lambda x, weights, routing: x.double())
+    with pytest.raises(UsageError, match=r"returned a torch.float32 tensor \[0, 3\], expected a torch.float32 tensor"):
+        check(lambda x, weights, routing: x[:, :3])
 
 
 def test_nan_of_one_expert_is_blamed_on_it() -> None:

@@ -163,7 +163,7 @@ def _modeling(family: Family) -> Any:
     try:
         return importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
     except ImportError as error:
-        raise ImportError(f"transformers with {family.model_type} is needed: pip install 'moe-ref[hf]'") from error
+        raise ImportError(f"transformers with {family.model_type} is needed: pip install -e '.[hf]'") from error
 
 
 def _make_config(family: Family, config: MoEConfig) -> Any:

@@ -263,7 +263,10 @@ def trace(
     straggler: StragglerOption = -1,
     slowdown: SlowdownOption = 2.0,
     check: Annotated[
-        bool, typer.Option("--check", help="Move real tensors too and compare the results with the reference layer.")
+        bool,
+        typer.Option(
+            "--check", help="Trace a forward with real tensors, routed by a random gate; compare with the reference."
+        ),
     ] = False,
     names: Annotated[
         bool, typer.Option("--names", help="Also write metadata events that name the tracks in Perfetto.")
@@ -287,6 +290,8 @@ def trace(
     error = None
     if model == "megakernel":
         if check:
+            if skew:
+                raise UsageError("--check routes with a random layer's gate, so it takes no --skew; leave one out")
             from moe_ref.runtime.numbers import check_against_reference
 
             error, run = check_against_reference(work, preset, noise, calls, processors, dtype)

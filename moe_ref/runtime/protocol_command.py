@@ -66,6 +66,8 @@ def protocol(
         for step, delivery in enumerate(found.path, 1):
             out.print(f"{step:4d}. {escape(delivery)}", soft_wrap=True, highlight=False)
         out.print(f"{failed} of {orders} random orders failed")
+        if bug != "none" and found.violation is None:
+            out.print(f"rule broken: {bug}; this case has no order in which that shows, --case uneven has one")
     if found.violation is not None:
         raise CheckFailed(str(found.violation))
     if failed:

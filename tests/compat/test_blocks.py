@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'moe-ref[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[hf]')")
 
 from hf_models import CASES, hf_on_a_rank, make_block, make_config, make_input
 from ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'moe-ref[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[hf]')")
 
 from hf_models import CASES, make_input, make_model
 
