@@ -11,6 +11,7 @@ from moe_ref.errors import CheckFailed
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.machine import Noise, machine
 from moe_ref.runtime.models import MODELS, run_model
+from moe_ref.runtime.run import Interval
 from moe_ref.runtime.simulator import Simulator
 from moe_ref.runtime.trace import check_trace, chrome_trace, write_trace
 from moe_ref.runtime.workload import Workload
@@ -83,3 +84,15 @@ def test_the_check_finds_what_is_wrong(change, message):
         check_trace(trace)
     with pytest.raises(CheckFailed, match="list 'traceEvents'"):
         check_trace({"traceEvents": 3})
+
+
+def test_events_that_touch_do_not_overlap_by_a_rounding_error() -> None:
+    """Sums of decimal fractions differ in their last bit; a viewer that adds start and duration must not see it."""
+    lengths = [0.1 + 0.016 * (n % 7) for n in range(4000)]
+    starts = [sum(lengths[:n]) for n in range(0, 4000)]
+    assert any(a + d > b for a, d, b in zip(starts, lengths, starts[1:], strict=False)), "the case must be a real one"
+    events = chrome_trace(
+        Interval(0, "processor 0", "gemm0", start, length) for start, length in zip(starts, lengths, strict=True)
+    )["traceEvents"]
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(events, events[1:], strict=False))
+    assert all(abs(e["ts"] - start) < 2e-3 for e, start in zip(events, starts, strict=True))
