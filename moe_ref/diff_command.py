@@ -50,8 +50,6 @@ def register(app: typer.Typer) -> None:
         check_seed(seed, "--seed")
         for name in (backend, against):
             backends.get(name)
-        if backend == against:
-            err.print(f"note: {escape(backend)} is compared with itself; name another with --backend", soft_wrap=True)
         config = MoEConfig.from_dict(
             {
                 "hidden": hidden,
@@ -81,6 +79,8 @@ def register(app: typer.Typer) -> None:
                 cases.make_routing(kind, tokens, config, seed * 1000 + rank, layer.placement).to(device)
                 for rank in world.local_ranks
             ]
+        if backend == against:
+            err.print(f"note: {escape(backend)} is compared with itself; name another with --backend", soft_wrap=True)
         report = compare(
             backend, against, layer, x_SH, routing, tile_rows=tile_rows, start_from=start_from, stop_after=stop_after
         )

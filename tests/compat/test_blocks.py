@@ -178,5 +178,5 @@ def test_without_transformers(monkeypatch) -> None:
     for name in [n for n in sys.modules if n.startswith("transformers.models.mixtral")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers.models.mixtral.modeling_mixtral", None)
-    with pytest.raises(ImportError, match=r"pip install 'moe-ref\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[hf\]'"):
         to_transformers(layer, "mixtral")
