@@ -11,7 +11,8 @@
 #     1. A block has 384 threads, 12 warps. How many of the warps multiply matrices?
 #     2. A tensor-core instruction of Hopper (`wgmma`) multiplies 64×16 by 16×256. How many `HGMMA` instructions stand in
 #        the machine code of a kernel that executes millions: tens, thousands, millions?
-#     3. Which gives most: more processors, launches in a graph, overlap in chunks, or one kernel?
+#     3. From a plain tile loop to the full kernel, which step gives most: tensor cores, a unit that copies, a pipeline of
+#        stages, blocks that stay, or one launch instead of two? Does one of them cost something?
 
 # %%
 import ast
@@ -20,12 +21,13 @@ from pathlib import Path
 kernel = Path("moe_fast/kernel")
 
 
-def show(file, name):
+def show(file, name, kind=ast.FunctionDef):
     """Source of one function of the kernel, read from its file: this works without a GPU and without its compiler."""
     text = (kernel / file).read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            print(ast.get_source_segment(text, node))
+            inner = next(n for n in ast.walk(node) if isinstance(n, kind))
+            print(ast.get_source_segment(text, inner, padded=True))
 
 
 print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
@@ -143,58 +145,119 @@ else:
 # %% [markdown]
 # ## The ladder
 #
-# From a plain tile loop to the full kernel, each level adding one idea. These rates are *simulated* with the cost model of
-# two H200 for the paper's layer (H = D = 2048, 32 experts, K = 2, bfloat16, 8192 tokens per GPU); the dense floor is the
-# same products at the sustained rate of a library, without routing or communication.
+# How does one get there? The package [`moe_fast.ladder`][moe_fast.ladder] goes there in levels, one idea each: real
+# kernels, a file each, that all compute the two products of the same experts over the same rows.
+#
+# | level | idea | file |
+# |---:|---|---|
+# | 0 | a tile loop through shared memory, ordinary multiply-adds | `plain.py` |
+# | 1 | tensor cores; all threads copy, then all multiply | `wgmma.py` |
+# | 2 | the TMA unit copies; still in turn | `tma.py` |
+# | 3 | four stages; one warp loads, two warpgroups multiply | `pipeline.py` |
+# | 4 | one block per multiprocessor walks an ordered list of tasks | `persistent.py` |
+# | 5 | both products in one launch, counters between them | `fused.py` |
+# | 6 | the megakernel on one GPU: gate, dispatch, return and combine as well | `moe_fast/kernel` |
+# | 7 | the same on two GPUs, half the experts on each | |
+#
+# The loop of level 2: ask for a step, wait for it, multiply, wait for that, again.
 
 # %%
-from moe_ref.runtime.machine import machine
-from moe_ref.runtime.models import run_model
-from moe_ref.runtime.workload import Workload
+show("../ladder/tma.py", "kernel", ast.For)
 
-h200 = machine("h200-2")
-work = Workload(ranks=2, tokens=8192, experts=32, top_k=2, hidden=2048, intermediate=2048)
-call = work.call()
+# %% [markdown]
+# ### Predict
+#
+# The layer of the FlashMoE paper: H = D = 2048, 32 experts, K = 2, bfloat16, 8192 tokens per GPU, so 16,384 rows. A step
+# of depth 64 of a 128×256 tile brings 48 KiB and multiplies for as long as the dense rate says. Take 64 bytes per clock
+# and multiprocessor for copying, 0.7 µs until the first byte comes, 2 µs for storing a tile of results. Without tensor
+# cores: 128 multiply-adds per clock and multiprocessor, half of that because every 16 of them need 8 loads from shared
+# memory, which take as many issue slots again.
 
+# %%
+ladder = json.loads(Path("docs/results/ladder_h200.json").read_text())
+measured = {level["name"]: level["tflops"] for level in ladder["levels"]}
+dense, sms, clock = measured["dense"], 132, 1.7e9
+real = ladder["rows"] / ladder["padded_rows"]  # experts' last tiles are partly padding
 
-def rate(latency_us):
-    return work.flops_per_rank / latency_us * 1e-6  # TFLOP/s of one GPU
-
-
-one_sm = call.total_tasks(0) * h200.gemm_time(work.shape, work.hidden, 8, h200.tile_us)  # tile after tile
-ladder = {
-    "tile loop on one multiprocessor": rate(one_sm),
-    "all of them, a launch per step": rate(run_model("bulk", work, h200, call=call).latency_us),
-    "the same in a CUDA graph": rate(run_model("bulk", work, h200, call=call, captured=True).latency_us),
-    "chunks that overlap": rate(run_model("chunked", work, h200, call=call, captured=True).latency_us),
-    "one kernel, tiles and signals": rate(run_model("megakernel", work, h200, call=call).latency_us),
-    "dense products alone": h200.flops(2) / 1e12,
+multiply = 2 * 128 * 256 * 64 / (dense * 1e12 / sms) * 1e6  # µs per step
+copy = (128 + 256) * 64 * 2 / (64 * clock) * 1e6
+latency, epilogue, steps = 0.7, 2.0, 2048 // 64
+busy = steps * multiply
+tiles = ladder["padded_rows"] // 128 * (2048 // 256)
+waves = tiles / sms / -(-tiles // sms)  # the last wave of tiles is not full
+predicted = {
+    "plain": sms * 128 * 2 * clock / 2 * 1e-12 * real,
+    "tma": dense * real * multiply / (multiply + copy + latency),
+    "pipeline": dense * real * busy / (busy + latency + copy + epilogue),
+    "persistent": dense * real * waves * busy / (busy + epilogue),
 }
-for name, value in ladder.items():
-    print(f"{value:7.1f} TFLOP/s  {name}")
+predicted["wgmma"] = predicted["tma"]  # the same turns; what the copying threads cost is not predicted
+predicted["fused"] = predicted["persistent"]
+print(f"a step: {multiply:.2f} µs of products, {copy:.2f} µs of copying; {1 - real:.0%} of the tiles' rows are padding")
 
 # %%
-# figure: Rate per GPU of each level, simulated (bars). Diamonds, where a benchmark was recorded: measured on GPUs, the same layer and tokens.
+# figure: Rate per GPU of each level, measured on H200 in one run with the library beside it (bars), and as predicted above (diamonds).
 import matplotlib.pyplot as plt
 
-measured = {}
-for path in sorted(Path("docs/results").glob("*bench*.json")):
-    for row in json.loads(path.read_text()).get("rows", []):
-        if (row["layer"], row["gpus"], row["tokens"]) == ("paper-e32", 2, 8192):
-            levels = {"eager": 1, "graph": 2, "fused": 4, "floor": 5}
-            measured |= {levels[k]: rate(v["median"] * 1e3) for k, v in row["ms"].items() if k in levels}
-fig, ax = plt.subplots()
-ax.barh(list(ladder), list(ladder.values()), color="C0", alpha=0.8)
-ax.plot(list(measured.values()), list(measured), "D", color="C1", label="measured")
-ax.set(xlabel="TFLOP/s per GPU")
+names = {f"{'library:' if one['level'] is None else one['level']} {one['name']}": one for one in ladder["levels"]}
+fig, ax = plt.subplots(figsize=(7, 4.2))
+colors = ["C0" if level["level"] is not None else "0.6" for level in names.values()]
+ax.barh(list(names), [level["tflops"] for level in names.values()], color=colors)
+diamonds = {label: predicted[level["name"]] for label, level in names.items() if level["name"] in predicted}
+ax.plot(list(diamonds.values()), list(diamonds), "D", color="C1", label="predicted")
+ax.set(xlabel="TFLOP/s per GPU, padding not counted")
 ax.invert_yaxis()
-if measured:
-    ax.legend()
+ax.legend()
 plt.show()
-print(
-    "measured:",
-    {list(ladder)[k]: round(v) for k, v in sorted(measured.items())} or "no benchmark of this layer is recorded yet",
-)
+print(f"recorded on {ladder['date'][:10]}, {ladder['device']}: {ladder['command']}")
+for label, level in names.items():
+    guess = f"{predicted[level['name']]:6.0f}" if level["name"] in predicted else "      "
+    print(f"{label:18} predicted {guess}  measured {level['tflops']:6.1f} TFLOP/s  {level['ms']['median']:7.3f} ms")
+
+# %% [markdown]
+# Read the figure from above:
+#
+# - Tensor cores give most, a factor of ten and more. A third of the dense rate is then reached, because copying and
+#   multiplying take turns.
+# - The TMA unit alone gives little: it saves instructions, and the time was lost in waiting.
+# - The pipeline doubles the rate. From here on the tensor cores are busy while a tile lasts.
+# - Persistent blocks hide the start of a tile behind the end of the one before: a few per cent.
+# - One launch for both products gives nothing on a GPU by itself; the counters even cost a little. What it buys is that
+#   there is no boundary any more at which everybody waits: other work fits in between.
+# - The megakernel does that other work, gate, dispatch, return and combine, and still takes about as long as the library
+#   needs for its grouped products alone. On two GPUs half of the rows cross the wire.
+#
+# What is missing to the dense products: padding (a tenth of the tiles' rows, the same for every level), the last wave
+# that is not full, storing.
+#
+# The same layer as a chain of library calls, on two GPUs, from the benchmark of the whole layer:
+
+# %%
+bench = json.loads(Path("docs/results/megakernel_bench_2gpu.json").read_text())
+row = next(r for r in bench["rows"] if (r["layer"], r["tokens"]) == ("paper-e32", 8192))
+for name, what in (("eager", "gate, sort, all-to-all, grouped_mm, ... one by one"), ("graph", "in a CUDA graph"),
+                   ("fused", "one kernel"), ("floor", "the dense products alone")):  # fmt: skip
+    print(f"{row['ms'][name]['median']:7.3f} ms  {what}")
+
+# %% [markdown]
+# Compile two of the levels here, and find their ideas in the machine code. On a Hopper GPU `python -m moe_fast.ladder`
+# checks all of them against fp32 arithmetic and times them.
+
+
+# %%
+def levels_here(*names):
+    """Instructions of the first product's kernel of some levels."""
+    from moe_fast.compiler import cubin_of, instructions
+    from moe_fast.ladder.problem import compile_level
+
+    return {name: instructions(cubin_of(compile_level(name, 512, 512)[0].dump_to_object("level"))) for name in names}
+
+
+code = levels_here("plain", "tma") if listing else {}
+for name, counts in code.items():
+    print(name, counts)
+if not code:
+    print("(needs the compiler and nvdisasm)")
 
 # %% [markdown]
 # Why one kernel is not automatically fast:
@@ -214,9 +277,12 @@ print(
 assert found["stack_bytes"] == 0, "a role keeps its variables in memory"
 assert not found["spills"], "registers were spilled"
 assert found["wgmma"] is None or found["wgmma"] > 0, "no tensor cores"
-values = list(ladder.values())
-assert values == sorted(values), "each level is faster than the one below"
-assert values[4] < values[5], "faster than its own arithmetic"
+assert not code or (code["plain"]["wgmma"] == 0 < code["tma"]["wgmma"] and code["tma"]["tma_loads"] > 0)
+climb = [measured[name] for name in ("plain", "wgmma", "tma", "pipeline", "persistent")]
+assert climb == sorted(climb), "up to level 4 each is faster than the one below"
+assert max(measured.values()) == dense, "faster than its own arithmetic"
+assert all(abs(predicted[name] / measured[name] - 1) < 0.4 for name in predicted), "the model is no use"
+assert all(level["relative_error"] < 4e-3 for level in ladder["levels"] if level["level"] is not None)
 shared = [f for f in kernel.glob("*.py") if "moe_ref.runtime.encoding" in f.read_text()]
 assert len(shared) >= 3, "kernel and reference no longer share their arithmetic"
 print("all checks passed")
@@ -244,11 +310,19 @@ print("all checks passed")
 #     It only grows. The owner adds what this call will bring (known from the counts) to the last target, and compares by
 #     difference, so a wrap of 32 bits is harmless. See [memory ordering](../concepts/memory-ordering.md).
 #
-# 3. The layer has 128 experts and 1024 tokens per GPU. Which part of the ladder collapses?
+# 3. With 128 experts and 1024 tokens per GPU, which level would the prediction put where, and why is it then no use?
 #
 # ??? success "Answer"
-#     The products. With 16 rows per expert and source most of a 128-row tile is padding, and the time is that of reading all
-#     weights once. Run it: `experts=128, tokens=1024`.
+#     2048 rows over 128 experts are 16 each: every expert fills an eighth of one tile, `real` is 0.125, and so is the best
+#     rate of any level. But then time goes with bytes, not with products: all weights are read once, 2 GB at 4.3 TB/s, which
+#     no better pipeline changes. Try it on a GPU: `python -m moe_fast.ladder --layer paper-e128 --tokens 1024`.
+#
+# 4. Level 5 waits on counters inside a launch. Why can it not wait for ever, and what would have to change so that it could?
+#
+# ??? success "Answer"
+#     Every block is resident and works through its entries in order, and in the list a second product stands after all
+#     first products of its row tile: the first unfinished task can always run. With more blocks than fit at once, or with
+#     second products listed first, blocks could hold the multiprocessors while those that they wait for never start.
 #
 # ## In the papers
 #
