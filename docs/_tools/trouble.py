@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-GPU = "tests/gpu/test_scenarios.py"
+GPU = "tests/gpu/test_scenarios.py::"
+"""Each of these tests runs one function of tests/gpu/scenarios.py, which is named in brackets."""
 
 
 class Row(NamedTuple):
@@ -40,13 +41,15 @@ ROWS = (
         ("tests/test_edge_cases.py::test_08", "tests/test_layer.py::test_same_inputs_same_bits")),
     Row("A captured graph is replayed and sees stale flags", "DeepGEMM 451, vllm 25906",
         "the epoch lives in device memory; nothing is reset by the host between calls",
-        ("tests/runtime/test_checker.py::test_broken_rules_are_found_by_search_and_by_chance", GPU)),
+        ("tests/runtime/test_checker.py::test_broken_rules_are_found_by_search_and_by_chance",
+         GPU + "test_two_gpus[graph]")),
     Row("Back-to-back calls while a slow peer still reads", "DeepGEMM 389, DeepEP 513",
         "a call never overwrites what a peer may still read",
-        ("tests/runtime/test_checker.py::test_every_order_between_ranks_is_right", GPU)),
-    Row("Stream semantics", "DeepEP 589", "all work on the caller's current stream", (GPU,)),
+        ("tests/runtime/test_checker.py::test_every_order_between_ranks_is_right", GPU + "test_two_gpus[repeat]")),
+    Row("Stream semantics", "DeepEP 589", "all work on the caller's current stream", (GPU + "test_one_gpu[graph]",)),
     Row("The persistent grid is not resident as a whole, or a peer died", "sglang 36657",
-        "grid no larger than what is resident; every wait has a deadline and names who waited for what", (GPU,)),
+        "grid no larger than what is resident; every wait has a deadline and names who waited for what",
+        (GPU + "test_one_gpu[timeout]", GPU + "test_two_gpus[timeout]")),
     Row("Expert id \N{MINUS SIGN}1, a masked route", "transformers 40545",
         "contributes nothing, never aliases expert 0",
         ("tests/test_edge_cases.py::test_13",)),
@@ -66,9 +69,10 @@ ROWS = (
     Row("More tokens than the buffers hold", "sglang 30756", "checked on the host, clear error, nothing lost",
         ("tests/test_edge_cases.py::test_19",)),
     Row("Kernels are built at different speed on different ranks", "sglang 23185",
-        "a barrier after compiling, before the first wait", (GPU,)),
+        "a barrier after compiling, before the first wait", (GPU + "test_two_gpus[layer]",)),
     Row("A peer's memory cannot be reached directly", "sglang 36303",
-        "tested at start; another transport, or a clear error", (GPU,)),
+        "tested at start; another transport, or a clear error",
+        ("tests/fast/test_heap.py::test_a_peer_out_of_reach_is_named",)),
     Row("Two copies of an expert on one GPU", "EPLB 22", "the placement refuses it",
         ("tests/placement/test_placement.py::test_bad_placements_are_refused",)),
     Row("Same input, other build, other plan", "EPLB 8", "integer loads, ties by id, no unstable sort",
@@ -87,12 +91,16 @@ ROWS = (
         "outputs are bit-identical before and after; moments and masters move too",
         ("tests/test_layer.py::test_replicas_change_no_bit",)),
     Row("The environment is not right and fails cryptically", "DeepEP 486, Triton-distributed 114",
-        "`moe-ref doctor`: what was found, what is missing, what to do", ("tests/test_cli.py",)),
+        "`moe-ref doctor`: what was found, what is missing, what to do",
+        ("tests/test_cli.py::test_missing_environment_is_named",
+         "tests/test_cli.py::test_broken_environment_is_named")),
     Row("Routing is invisible", "Tutel 312, torchtitan 3433",
         "loads before and after capacity and per rank are part of what a run reports",
         ("tests/test_edge_cases.py::test_29",)),
     Row("A benchmark against a chain that pays for its launches", "DeepGEMM 323 (a fused kernel at 0.36x)",
-        "the same chain captured as a CUDA graph is in the table, too", ("moe_fast/bench.py",)),
+        "the same chain captured as a CUDA graph is in the table, too",
+        ("moe_fast/bench.py::bench_cell",
+         "tests/runtime/test_simulator.py::test_a_captured_chain_is_faster_but_does_the_same_operations")),
 )  # fmt: skip
 
 

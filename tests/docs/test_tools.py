@@ -109,8 +109,11 @@ def test_every_named_test_exists() -> None:
         assert row.tests, row.case
         for test in row.tests:
             path, _, name = test.partition("::")
+            name, _, scenario = name.rstrip("]").partition("[")
             text = (ROOT / path).read_text()
+            assert not path.startswith("tests/") or name, f"{path} as a whole tells nobody what to look at ({row.case})"
             assert not name or f"def {name}" in text, f"{test} is not there ({row.case})"
+            assert f'"{scenario}"' in text if scenario else True, f"{test}: no such scenario ({row.case})"
 
 
 def test_boxes_in_downloaded_notebooks() -> None:
