@@ -44,6 +44,16 @@ def local_rank_from_environment() -> int:
     return 0 if world_size_from_environment() is None else _integer("LOCAL_RANK", 0) or 0
 
 
+def local_world_size_from_environment() -> int:
+    """Number of processes of this machine; all of them where the launcher does not say; 1 outside torchrun.
+
+    Raises:
+        UsageError: WORLD_SIZE or LOCAL_WORLD_SIZE is no integer of at least 1.
+    """
+    size = world_size_from_environment()
+    return 1 if size is None else _integer("LOCAL_WORLD_SIZE", 1) or size
+
+
 def _integer(name: str, least: int) -> int | None:
     text = os.environ.get(name)
     if text is None:

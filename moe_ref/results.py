@@ -7,6 +7,7 @@ result whose recorded command does not reproduce it does not go in.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -17,12 +18,18 @@ from typing import Any
 
 import torch
 
+COMMIT_VARIABLE = "MOE_REF_COMMIT"
+"""Environment variable with the hash of the checkout, for copies without a repository; where there is one, git says."""
+
 PROVENANCE_KEYS = ("date", "commit", "device", "driver", "packages", "command")
 """Keys that every result file has beside its results."""
 
 
 def _commit() -> str | None:
-    """Hash of the checkout that this package runs from, with "-dirty" if tracked files differ; None outside git."""
+    """Hash of the checkout that this package runs from, with "-dirty" if tracked files differ.
+
+    Outside git it is what COMMIT_VARIABLE says, or None.
+    """
     folder = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
@@ -34,7 +41,7 @@ def _commit() -> str | None:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get(COMMIT_VARIABLE) or None
     return head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")
 
 
@@ -51,7 +58,17 @@ def _driver() -> str | None:
     """Version of the NVIDIA driver; None on a machine without one."""
     info = Path("/proc/driver/nvidia/version")
     found = re.search(r"Kernel Module\D*?\s+([\d.]+)", info.read_text()) if info.is_file() else None
-    return found.group(1) if found else None
+    if found:
+        return found.group(1)
+    # Containers and virtual machines may lack the file.
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.split("\n")[0].strip() or None
 
 
 def provenance(command: str, packages: tuple[str, ...] = ()) -> dict[str, Any]:

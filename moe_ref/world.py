@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ref.environment import local_rank_from_environment, rank_from_environment, world_size_from_environment
+from moe_ref.environment import (
+    local_rank_from_environment,
+    local_world_size_from_environment,
+    rank_from_environment,
+    world_size_from_environment,
+)
 from moe_ref.errors import UsageError
 
 
@@ -133,7 +138,8 @@ class DistributedWorld(World):
                 )
             rank_from_environment()  # refuses what is no number, before torch does it less clearly
             local = local_rank_from_environment()
-            on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
+            # All ranks must decide alike, so it is not enough that there is a GPU for this one.
+            on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size_from_environment()
             if on_gpu:
                 torch.cuda.set_device(local)
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
@@ -144,12 +150,14 @@ class DistributedWorld(World):
         """This process' rank."""
         return self.local_ranks[0]
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be for this group to exchange them: this process' GPU under NCCL, else the CPU."""
         on_gpu = "nccl" in dist.get_backend(self.group)
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def gather(self, values_LN: np.ndarray) -> np.ndarray:
-        mine_N = torch.as_tensor(np.asarray(values_LN, dtype=np.int64)[0]).to(self._device())
+        mine_N = torch.as_tensor(np.asarray(values_LN, dtype=np.int64)[0]).to(self.device)
         all_PN = [torch.empty_like(mine_N) for _ in range(self.num_ranks)]
         dist.all_gather(all_PN, mine_N, group=self.group)
         return torch.stack(all_PN).cpu().numpy()
@@ -201,7 +209,7 @@ def world_for(ranks: int | None, default: int) -> tuple[World, torch.device]:
     """The world that a command runs in, and the device of its tensors.
 
     Under torchrun it is the real one, and `ranks` must be its size or None; otherwise `ranks` simulated ranks (default
-    if None). The device is the process' GPU if there is one, else the CPU.
+    if None). The device is the process' GPU if there is one for every process of the machine, else the CPU.
 
     Raises:
         UsageError: `ranks` contradicts torchrun's world, or is below 1.
@@ -213,6 +221,6 @@ def world_for(ranks: int | None, default: int) -> tuple[World, torch.device]:
         if ranks is not None and ranks != size:
             raise UsageError(f"--ranks is {ranks}, but torchrun started {size} processes; leave --ranks out")
         world = DistributedWorld.from_environment()
-    return world, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(
-        "cpu"
-    )
+        return world, world.device
+    on_gpu = torch.cuda.is_available()
+    return world, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

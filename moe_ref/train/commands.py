@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
-from moe_ref.console import out, print_json, rank_from_environment
+from moe_ref.backends import default_dtype
+from moe_ref.console import out, print_json
+from moe_ref.environment import rank_from_environment, world_size_from_environment
 from moe_ref.errors import UsageError
 from moe_ref.limits import check_plot_path
 from moe_ref.text import BUILT_IN
@@ -78,6 +79,8 @@ def train_command(
     clip: float = typer.Option(_JOB["clip"], help="Largest norm of the gradient; every expert counts once."),
     sharded: bool = typer.Option(False, "--sharded", help="Divide optimiser states inside replica sets (ZeRO-1)."),
     recompute: bool = typer.Option(False, "--recompute", help="Recompute activations in the backward."),
+    backend: str = typer.Option(_JOB["backend"], help="Who computes the MoE layers: ref, fused, unfused."),
+    dtype: str | None = typer.Option(None, help="Of the MoE layers' weights and rows. Default: the backend's own."),
     text: str = typer.Option(_JOB["text"], help=f"Text to train on: {', '.join(BUILT_IN)}, or a file."),
     seed: int = typer.Option(0, help="Of weights and batches."),
     folder: Path | None = typer.Option(None, help="Where checkpoints go; none are written without it."),
@@ -101,17 +104,17 @@ def train_command(
         steps, sequences, context, micro_batches, hidden, intermediate, experts, top_k, blocks, replicas, balancing,
         group_size, interval, always, learning_rate, clip, balance_loss, seed=seed, text=text, sharded=sharded,
         recompute=recompute, folder=None if folder is None else str(folder), every=every, resume=resume,
-        timeout_s=timeout,
+        timeout_s=timeout, backend=backend, dtype=dtype or default_dtype(backend),
     )  # fmt: skip
     modes = () if compare_ is None else tuple(mode.strip() for mode in compare_.split(","))
     task = Task(
         job, modes, machine, None if record is None else str(record), None if plot is None else str(plot), as_json
     )
-    launched = "WORLD_SIZE" in os.environ
-    count = int(os.environ["WORLD_SIZE"]) if launched else (4 if ranks is None else ranks)
+    launched = world_size_from_environment()
+    count = launched or (4 if ranks is None else ranks)
     _check(task, count)
     if launched or count == 1:
-        if launched and ranks not in (None, count):
+        if ranks not in (None, count):
             raise UsageError(f"--ranks is {ranks}, but torchrun started {count} processes; leave --ranks out")
         run_here(task)
         return
@@ -145,7 +148,7 @@ def run_here(task: Task) -> None:
     Raises:
         CheckFailed: another rank is lost, or the numbers are not finite; UsageError: see `train`.
     """
-    if "WORLD_SIZE" in os.environ:
+    if world_size_from_environment() is not None:
         DistributedWorld.from_environment(task.job.timeout_s)
     world, device = world_for(None, default=1)
     try:

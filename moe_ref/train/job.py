@@ -56,6 +56,7 @@ class TrainJob:
         sharded: ZeRO-1 inside replica sets. recompute: activations of each block are made again in the backward.
         folder: of checkpoints, or None. every: steps between checkpoints. resume: go on from the latest.
         timeout_s: how long a rank waits for another before it gives up.
+        backend, dtype: of the MoE layers; the rest of the model, sums and optimiser stay in fp32.
     """
 
     steps: int = 60
@@ -84,6 +85,8 @@ class TrainJob:
     every: int = 20
     resume: bool = False
     timeout_s: float = 60.0
+    backend: str = "ref"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name, low in (("steps", 1), ("sequences", 1), ("context", 1), ("micro_batches", 1), ("blocks", 2),
@@ -98,6 +101,11 @@ class TrainJob:
             raise UsageError("learning_rate, clip and timeout_s must be positive numbers")
         if self.resume and self.folder is None:
             raise UsageError("resume needs the folder of the checkpoints")
+        if self.backend != "ref" and (self.balance or self.recompute):
+            raise UsageError(
+                f"backend {self.backend!r} gives no balance loss and keeps no plan for recomputation; "
+                "take --balance-loss 0, without --recompute"
+            )
 
     @property
     def model(self) -> ByteMoEConfig:
@@ -108,6 +116,7 @@ class TrainJob:
             experts=self.experts,
             top_k=self.top_k,
             max_tokens=self.sequences * self.context,
+            dtype=self.dtype,
         )
         return ByteMoEConfig(
             moe,
@@ -160,6 +169,7 @@ def training_steps(
     training = Replicated(model, _placements(job, world, model, meta), world, sharded=job.sharded)
     for layer in training.layers.values():
         layer.planner = make_planner(job.balancing, world.num_ranks, job.replicas, job.group_size)
+        layer.backend = job.backend
     optimizer = ReplicaOptimizer(
         training, torch.optim.AdamW, lr=job.learning_rate, betas=(0.9, 0.95), weight_decay=job.recipe.weight_decay
     )
@@ -217,9 +227,11 @@ def _step(
         loss = F.cross_entropy(logits.flatten(0, 1), mine_BL[:, 1:].flatten(), reduction="sum")
         nats += float(loss.detach())
         for layer_stats in stats:
-            # Means over this rank's tokens; weighted by them, the sum over ranks is that of the whole batch.
-            weight = mine_BL[:, 1:].numel()
-            loss = loss + weight * (job.balance * layer_stats.balance_loss + job.z * layer_stats.z_loss)
+            # Means over this rank's tokens; weighted by them, the sum over ranks is that of the whole batch. Backends
+            # that keep no scores give none.
+            if layer_stats.balance_loss is not None:
+                weight = mine_BL[:, 1:].numel()
+                loss = loss + weight * (job.balance * layer_stats.balance_loss + job.z * layer_stats.z_loss)
         loss.backward()
         all_stats.append(stats)
     training.synchronize(denominator=tokens)
@@ -278,12 +290,13 @@ _FIXED = (
     "seed",
     "text",
     "learning_rate",
+    "dtype",
 )
 """What must be the same for a run to go on as if it had not stopped; ranks, replicas and balancing may change."""
 
 
 def _check_same_run(job: TrainJob, meta: dict[str, Any]) -> None:
-    before = meta["extra"].get("job", {})
+    before = {"dtype": "float32", **meta["extra"].get("job", {})}  # older checkpoints knew no other
     for name in _FIXED:
         if before.get(name) != getattr(job, name):
             raise UsageError(

@@ -77,6 +77,7 @@ def launch(task: dict[str, Any], ranks: int) -> int:
     environment = {
         **os.environ,
         "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         # Processes that share cores must not also start threads on them.

@@ -144,8 +144,9 @@ class Block(nn.Module):
         x_BLH, normed_BLH = self.ffn_input(x_BLH)
         if isinstance(self.ffn, DenseFFN):
             return x_BLH + self.ffn(normed_BLH), None
-        y_BLH, stats = self.ffn(normed_BLH, return_stats=True)
-        return x_BLH + y_BLH, stats
+        # The stream keeps its dtype; the layer's own may be a narrower one.
+        y_BLH, stats = self.ffn(normed_BLH.to(self.ffn.config.torch_dtype), return_stats=True)
+        return x_BLH + y_BLH.to(x_BLH.dtype), stats
 
 
 class ByteMoE(nn.Module):

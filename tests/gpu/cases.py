@@ -10,6 +10,8 @@ import itertools
 
 from harness import ROUTINGS, Case
 
+from moe_ref.train.job import TrainJob
+
 ACTIVATIONS = (("relu", False), ("gelu", False), ("silu", True), ("gelu", True), ("relu", True), ("silu", False))
 DTYPES = ("bfloat16", "float16")
 TOP_K = (1, 2, 4, 8)
@@ -18,6 +20,8 @@ SCHEDULERS = ("spare_warps", "os_block", "tickets")
 GATES = (("softmax", True, 1.0, False), ("sigmoid", True, 2.5, True), ("softmax", False, 1.0, False))
 SIZES = ((512, 256), (1024, 384), (256, 512))
 TOKENS = (0, 1, 45, 127, 128, 129, 1000, 4096)
+TRAINED = tuple(TrainJob(backend="fused", dtype=dtype, balance=0.0).model.moe for dtype in ("bfloat16", "float16"))
+"""MoE layers of a training run with its default sizes."""
 
 
 def pairwise(axes: list[tuple]) -> list[tuple]:
@@ -67,6 +71,17 @@ QWEN3 = Case(2048, 768, 128, 8, "silu", True, "bfloat16", (1000, 4096), schedule
 TINY = Case(128, 64, 32, 4, "silu", True, "bfloat16", (300, 77), scheduler="spare_warps")
 FULL = Case(512, 256, 8, 8, "silu", True, "bfloat16", (256,), "uniform", scheduler="spare_warps", max_tokens=256)
 SPECIAL = [SMALL, QWEN3, TINY]
+UNEVEN = [
+    Case(512, 256, 5, 2, "silu", True, "bfloat16", (1000, 1), scheduler="spare_warps"),
+    Case(256, 512, 61, 4, "gelu", False, "float16", (45, 129), scheduler="os_block"),
+    Case(1024, 384, 127, 8, "relu", False, "bfloat16", (3, 700), scheduler="tickets"),
+    Case(512, 256, 3, 1, "silu", True, "bfloat16", (129, 0), scheduler="spare_warps"),
+]
+"""E is no multiple of two ranks, and smaller or larger than S."""
+LARGE = Case(
+    4096, 2048, 16, 8, "silu", True, "bfloat16", (131_072,), scheduler="spare_warps", max_tokens=131_072
+)  # fmt: skip
+"""Rows, hidden activations and returned rows of more than 2^31 elements each, both staging sides apart by more."""
 
 
 def all_shapes(ranks: int, trace: bool = True) -> list:
@@ -76,12 +91,14 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
     from moe_fast.kernel.shapes import SCHEDULERS, KernelShape
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
-    cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL]
+    cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *UNEVEN]
+    cases += [LARGE] if ranks == 1 else []
     shapes = [KernelShape.from_config(c.config, ranks, c.scheduler) for c in cases]
     layers = (
         Case(512, 256, 8, 2, "silu", True, "bfloat16", (0,)),
         Case(512, 256, 8, 2, "silu", False, "float16", (0,)),
     )
     shapes += [KernelShape.from_config(c.config, ranks, "spare_warps") for c in layers]
+    shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in TRAINED]
     shapes += [KernelShape.from_config(QWEN3.config, ranks, s, trace=True) for s in SCHEDULERS] if trace else []
     return list(dict.fromkeys(shapes))

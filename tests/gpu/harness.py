@@ -87,10 +87,10 @@ def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
     shape = KernelShape.from_config(case.config, ranks, case.scheduler)
     key = (shape, case.max_tokens)
     if key not in _engines:
-        for old in list(_engines.values()):
-            if len(_engines) >= 6:
+        if len(_engines) >= 6:
+            for old in _engines.values():
                 old.heap.close()
-                _engines.clear()
+            _engines.clear()
         size = heap_regions(shape, case.max_tokens)[1]
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         heap = symmetric_heap(size, device) if ranks > 1 else local_heap(size, device)

@@ -7,11 +7,15 @@ Each returns a small dict of what it measured and raises AssertionError on what 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -439,6 +443,150 @@ def refused() -> dict:
     return {"messages": messages}
 
 
+def uneven() -> dict:
+    """Numbers of experts that the ranks don't divide: the first E mod P ranks hold one more."""
+    out = {}
+    for case in cases.UNEVEN:
+        for number, routing in enumerate(harness.ROUTINGS):
+            one = replace(case, routing=routing)
+            out[str(one)] = float(f"{run_case(one, seed=number)['y']:.3g}")
+    return out
+
+
+def large() -> dict:
+    """Buffers of more than 2^31 elements: every dispatched row, and samples of what is computed from it.
+
+    The shape of offsets is what is tested, so one rank is enough; both staging sides are used.
+    """
+    case, c = cases.LARGE, cases.LARGE.config
+    engine = engine_for(case, deadline_s=20.0)
+    inputs = make_inputs(case)
+    x, tokens, worst = inputs.x[0], case.tokens[0], {}
+    sample = torch.cat([torch.arange(0, tokens, 509, device=x.device), torch.arange(tokens - 130, tokens).to(x.device)])
+    for _ in range(2):
+        engine.poison()
+        y = engine.launch(x, inputs.router, inputs.first, inputs.second)
+        engine.check()
+        got = engine.buffers(tokens)
+        elements = {"rows": got.rows_RH.numel(), "hidden": got.hidden_RD.numel(), "returned": got.returned_NH.numel()}
+        assert min(elements.values()) > 1 << 31, elements
+        ids, first_row = got.expert_SK.long(), 0
+        hidden = {"hidden": [], "want": []}
+        for e in range(c.experts):
+            token = (ids == e).any(1).nonzero(as_tuple=True)[0]
+            assert torch.equal(got.rows_RH[first_row : first_row + len(token)], x[token]), f"rows of expert {e}"
+            # the last rows of the expert, and some of every part of the buffer
+            at = torch.cat([torch.arange(0, len(token), 997), torch.arange(len(token) - 100, len(token))]).to(x.device)
+            hidden["hidden"].append(got.hidden_RD[first_row + at])
+            hidden["want"].append(harness.ffn_hidden(c, x[token[at]], inputs.first[e]))
+            first_row += -(-len(token) // 128) * 128
+        assert first_row == 128 * got.row_tiles, f"{got.row_tiles} row tiles, expected {first_row // 128}"
+        exact = torch.zeros(len(sample), c.top_k, c.hidden, device=x.device, dtype=torch.float64)
+        for e in range(c.experts):
+            at, k = (ids[sample] == e).nonzero(as_tuple=True)
+            exact[at, k] = harness.ffn_exact(c, x[sample[at]], inputs.first[e], inputs.second[e])
+        returned = got.returned_NH.view(tokens, c.top_k, c.hidden)[sample]
+        want = (got.weight_SK[sample].double().unsqueeze(-1) * exact).sum(1)
+        for name, value, expected in (
+            ("hidden", torch.cat(hidden["hidden"]), torch.cat(hidden["want"])),
+            ("returned", returned, exact),
+            ("y", y[sample], want),
+        ):
+            worst[name] = max(worst.get(name, 0.0), harness.relative(value, expected))
+        assert max(worst.values()) <= harness.TOLERANCE[c.torch_dtype], worst
+        assert bool(torch.isfinite(y).all()), "a result isn't finite"
+    return {"elements": elements, "bytes": engine.heap.size, "worst": {k: float(f"{v:.3g}") for k, v in worst.items()}}
+
+
+def replicas() -> dict:
+    """Training with replicas over this group: as in one process, the same bits on all replicas, resumed elsewhere.
+
+    Gradient sums, re-placement and checkpoints go through NCCL; one process with simulated ranks is the reference.
+    """
+    from moe_ref.train.job import TrainJob, train
+    from moe_ref.world import DistributedWorld, SimulatedWorld
+
+    world = DistributedWorld()
+    usual = TrainJob(
+        steps=16, sequences=6, context=48, hidden=32, intermediate=16, experts=8, interval=4, always=True, every=8,
+        text="excerpt",
+    )  # fmt: skip
+    box = [tempfile.mkdtemp() if world.rank == 0 else ""]
+    dist.broadcast_object_list(box, 0)
+    out: dict = {"backend": dist.get_backend()}
+    for name, changes in (
+        ("two replicas of every expert", {"replicas": world.num_ranks}),
+        ("optimiser states divided", {"replicas": world.num_ranks, "sharded": True, "micro_batches": 2}),
+        ("experts that move", {"replicas": 1}),
+    ):
+        task, folder = replace(usual, **changes), Path(box[0]) / name
+        alone, _ = train(task, SimulatedWorld(world.num_ranks), world.device)
+        whole, _ = train(replace(task, folder=str(folder / "whole")), world, world.device)
+        if world.rank == 0:
+            checkpoint = next((folder / "whole").glob("step-00000008-*"))
+            for copy in ("stopped", *map(str, range(world.num_ranks))):
+                shutil.copytree(checkpoint, folder / copy / checkpoint.name)
+                (folder / copy / "latest.json").write_text(json.dumps({"folder": checkpoint.name, "step": 8}))
+        dist.barrier()
+        resumed, training = train(replace(task, folder=str(folder / "stopped"), resume=True), world, world.device)
+        one = replace(task, folder=str(folder / str(world.rank)), resume=True, replicas=1, balancing="plain")
+        elsewhere, _ = train(one, SimulatedWorld(1), world.device)
+
+        def apart(a: list[float], b: list[float]) -> float:
+            return float(f"{max(abs(x - y) for x, y in zip(a, b, strict=True)):.2g}")
+
+        differences = {
+            "from_one_process": apart(whole.losses, alone.losses),
+            "resumed": apart(resumed.losses, whole.losses[8:]),
+            "resumed_in_one_process": apart(elsewhere.losses, whole.losses[8:]),
+        }
+        assert max(differences.values()) <= 1e-4, f"{name}: losses differ by {differences}"
+        assert whole.losses[-1] < 0.9 * whole.losses[0], whole.losses
+        assert (whole.moves > 0) == (changes["replicas"] == 1), f"{name}: {whole.moves} experts moved"
+        digests = {
+            piece.key: hashlib.sha256(piece.data.cpu().numpy().tobytes()).hexdigest()
+            for bucket in training.buckets
+            for piece in bucket.pieces
+        }
+        everyone: list = [None] * world.num_ranks
+        dist.all_gather_object(everyone, digests)
+        shared = set.intersection(*(set(d) for d in everyone))
+        assert all(len({d[key] for d in everyone}) == 1 for key in shared), "replicas differ"
+        out[name] = {
+            "losses": [round(whole.losses[0], 4), round(whole.losses[-1], 4)],
+            "differences": differences,
+            "moves": whole.moves,
+            "tensors_with_equal_bits_on_all_replicas": len(shared),
+            "sync_ms_per_step": round(1e3 * whole.sync_seconds / len(whole.losses), 3),
+        }
+    return out
+
+
+def train_fused() -> dict:
+    """The training loop with its MoE layers in the megakernel, beside the same loop on the reference."""
+    from moe_ref.train.job import TrainJob, train
+    from moe_ref.world import DistributedWorld, SimulatedWorld
+
+    world = DistributedWorld() if dist.is_initialized() else SimulatedWorld(1)
+    device, out = torch.device("cuda", torch.cuda.current_device()), {}
+    for dtype in ("bfloat16", "float16"):
+        task = TrainJob(steps=30, replicas=1, balancing="plain", interval=0, balance=0.0, z=0.0, dtype=dtype)
+        curves = {}
+        for backend in ("ref", "fused"):
+            outcome, _ = train(replace(task, backend=backend), world, device)
+            curves[backend] = outcome.losses
+        difference = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
+        assert curves["fused"][-1] < 0.7 * curves["fused"][0], curves["fused"]
+        assert difference < 0.1, f"{dtype}: losses differ by {difference} bits per byte from the reference's"
+        out[dtype] = {
+            "first": round(curves["fused"][0], 4),
+            "last": round(curves["fused"][-1], 4),
+            "last_ref": round(curves["ref"][-1], 4),
+            "largest_difference": float(f"{difference:.3g}"),
+        }
+    return out
+
+
 def small() -> dict:
     """One small call with patience, for running under compute-sanitizer."""
     case = replace(cases.SMALL, tokens=(150,), routing="gate")
@@ -449,7 +597,8 @@ def small() -> dict:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        special, repeat, graph, operations, wrong_input, refused, traced, layer, training, matrix, timeout, small,
+        special, uneven, repeat, graph, operations, wrong_input, refused, traced, layer, training, train_fused, matrix,
+        large, replicas, timeout, small,
     )
 }  # fmt: skip
 
@@ -493,15 +642,18 @@ def main(names: list[str]) -> int:
             if dist.is_initialized() and "Timeout" in str(result):
                 break
     if out is not None and rank == 0:
-        from pathlib import Path
-
         from moe_fast.bench import PACKAGES
         from moe_ref.results import provenance, write_results
 
         ranks = rank_and_size()[1]
         start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
         command = f"{start} tests/gpu/scenarios.py {' '.join(names)}".strip()
-        write_results(Path(out), {**provenance(command, PACKAGES), "gpus": ranks, "scenarios": lines})
+        title = f"The megakernel's tests on {ranks} GPU{'s' * (ranks > 1)}"
+        description = (
+            "Every scenario of tests/gpu: differential matrix, repetition, graphs, timeouts, errors, training."
+        )
+        found = {"title": title, "description": description, **provenance(command, PACKAGES)}
+        write_results(Path(out), {**found, "gpus": ranks, "scenarios": lines})
     sys.stdout.flush()
     os._exit(1 if failed else 0)
 
