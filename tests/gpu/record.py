@@ -84,11 +84,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--title", default="")
     parser.add_argument("--description", default="")
-    parser.add_argument("command", nargs="*")
-    given = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, command = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if given.what == "run":
         about = {"title": given.title or given.out.stem, "description": given.description}
-        found, line = {"run": run(given.command)}, shlex.join(given.command)
+        found, line = {"run": run(command)}, shlex.join(command)
     else:
         about = {
             "title": "The megakernel under compute-sanitizer",
