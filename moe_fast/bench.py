@@ -260,8 +260,9 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
 def render(results: dict[str, Any]) -> str:
     """The table of a result file."""
     lines = [
+        "milliseconds per call, median; S: tokens of each GPU; floor: the products as dense GEMMs of the library",
         f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}"
-        "  fused/floor  eager/f  graph/f"
+        "  fused/floor  eager/f  graph/f",
     ]
     for row in results["rows"]:
         ms = {name: f"{value['median']:.3f}" for name, value in row["ms"].items()}
@@ -280,8 +281,8 @@ def _join() -> None:
     """Enter torchrun's process group, if there is one."""
     if not torch.cuda.is_available():
         raise UsageError("the benchmark needs a CUDA device of compute capability 9.0; none is visible")
-    if "RANK" in os.environ and not dist.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+    if world_size_from_environment() is not None and not dist.is_initialized():
+        local = local_rank_from_environment()
         torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
 

@@ -90,15 +90,22 @@ def check_plot_path(path: Path) -> None:
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
+    check_output_path("--plot", path)
+
+
+def check_output_path(option: str, path: Path) -> None:
+    """Raise UsageError unless a file can be written there: known before a long computation, not after."""
     if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: no folder {path.parent}; make it, or name another")
+        raise UsageError(f"{option} {path}: no folder {path.parent}; make it, or name another")
     try:
         is_new = not path.exists()
         if not is_new and not path.is_file():
-            raise UsageError(f"--plot {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
+            raise UsageError(
+                f"{option} {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file"
+            )
         with path.open("ab"):
             pass
         if is_new:
             path.unlink()
     except OSError as error:
-        raise UsageError(f"--plot {path} can't be written: {error.strerror}; name another file") from error
+        raise UsageError(f"{option} {path} can't be written: {error.strerror}; name another file") from error

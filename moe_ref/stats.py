@@ -13,7 +13,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.pipeline import Record
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerStats:
     """What a forward did, over all ranks.
 
@@ -35,6 +35,14 @@ class LayerStats:
     balance_loss: Tensor | None
     z_loss: Tensor | None
     record: Record
+
+    def __repr__(self) -> str:
+        """One line: the arrays and the record hold thousands of numbers."""
+        size = f"{len(self.expert_load)} experts, {int(self.rank_load.sum())} rows on {len(self.rank_load)} ranks"
+        return (
+            f"LayerStats({size}, max_over_mean={self.max_over_mean:.3f}, dropped={self.dropped}, "
+            f"bytes_local={self.bytes_local}, bytes_remote={self.bytes_remote})"
+        )
 
     @property
     def max_over_mean(self) -> float:

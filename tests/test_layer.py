@@ -85,6 +85,8 @@ def test_stats_with_capacity() -> None:
     assert int(stats.expert_load_before_capacity.sum()) == 80
     assert stats.expert_load.max() <= 2 * config.capacity(20)
     assert torch.isfinite(y).all()
+    assert f"8 experts, {80 - stats.dropped} rows on 2 ranks" in repr(stats)
+    assert len(repr(stats)) < 200
 
 
 def test_dropped_routes_add_nothing() -> None:

@@ -226,6 +226,10 @@ def _print(values: dict[str, Any]) -> None:
     for name, label in (("adaptive", "adaptive manager"), ("every_interval", "re-placed at every interval")):
         if name in values:
             v = values[name]
+            if not v["decisions"]:
+                steps = len(v["ratio_per_step"])
+                out.print(f"{label}: not checked, every {v['interval']} steps is too rare for {steps}; see --interval")
+                continue
             out.print(
                 f"{label}: {v['moves']} moves, {v['bytes'] / 1e9:.2f} GB, {v['cost_s']:.3f} s = "
                 f"{v['share_of_step_time']:.3%} of the experts' time; mean ratio {np.mean(v['ratio_per_step']):.4f}"

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from moe_ref.console import out, print_json
 from moe_ref.errors import UsageError
-from moe_ref.limits import check_plot_path
+from moe_ref.limits import check_output_path, check_plot_path
 from moe_ref.placement import names
 from moe_ref.placement.density import max_density
 from moe_ref.placement.skew import perfect_up_to_zipf, zipf_limit, zipf_popularity
@@ -50,6 +50,8 @@ def place(
         raise UsageError(f"--orders is {orders} and --seed {seed}, expected at least 1 and 0")
     if plot is not None:
         check_plot_path(plot)
+    if save is not None:
+        check_output_path("--save", save)
     if placement not in names.NAMES and not Path(placement).exists():
         raise UsageError(f"--placement {placement} is no file, and none of {', '.join(names.NAMES)}")
     made = Construction(names.load(placement), f"file {placement}") if placement not in names.NAMES else None

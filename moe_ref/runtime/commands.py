@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moe_ref.console import err, out, print_json
 from moe_ref.errors import UsageError
-from moe_ref.limits import check_memory, check_plot_path, check_seed, printable
+from moe_ref.limits import check_memory, check_output_path, check_plot_path, check_seed, printable
 from moe_ref.results import provenance, write_results
 from moe_ref.runtime import protocol_command
 from moe_ref.runtime.calibrate import calibrate
@@ -74,13 +74,6 @@ def _workload(
     )  # fmt: skip
     check_memory(work.memory_bytes, f"{count} ranks x {tokens} tokens x {top_k} choices", "give fewer tokens")
     return work
-
-
-def _check_folder(option: str, path: Path) -> None:
-    """Raise UsageError if a file of this name can't be made: known before a long computation, not after."""
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"has no folder {printable(str(path.parent))}"
-        raise UsageError(f"{option} {printable(str(path))} {what}; name a file in a folder that exists")
 
 
 def _noise(ranks: int, jitter: float, launch_jitter: float, straggler: int, slowdown: float, seed: int) -> Noise:
@@ -155,7 +148,12 @@ def simulate(
     ] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Time one layer on a simulated machine under several execution models."""
+    """Time one layer on a simulated machine under several execution models.
+
+    SM use: share of the time in which the multiprocessors compute. overlap: latency on 2 GPUs over latency on this
+    many, the tokens of each the same; 1 means that more GPUs cost no time. GPU ops: launches and copies of each GPU.
+    MB sent: rows and results that leave a GPU, all GPUs together.
+    """
     preset = machine(machine_name)
     if plot is not None:
         check_plot_path(plot)
@@ -276,7 +274,7 @@ def trace(
 ) -> None:
     """Write what every actor of a simulated layer does, as a Chrome / Perfetto trace."""
     preset = machine(machine_name)
-    _check_folder("--out", path)
+    check_output_path("--out", path)
     if plot is not None:
         check_plot_path(plot)
     work = _workload(
@@ -318,7 +316,8 @@ def trace(
         if error is not None:
             out.print(f"relative error against the reference layer: {error:.3g}")
         out.print(
-            f"wrote {path}: {events} events on {tracks} tracks, {end:.1f} us; open it in https://ui.perfetto.dev",
+            f"wrote {path}: {events} events on {tracks} tracks, {end:.1f} us; open it in https://ui.perfetto.dev"
+            + ("" if names else "; --names names its tracks"),
             soft_wrap=True,
         )
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from moe_ref.runtime.models import Result
@@ -53,8 +50,31 @@ def _kind(interval: Interval) -> str:
     return "control" if name in ("mail", "ready", "counts") else "gate"
 
 
+def _chosen(intervals: Sequence[Interval], rank: int, most: int) -> set[str]:
+    """Processors of a rank to show: the first ones, but each kind of work is on one of them.
+
+    A kind that none of the first ones did (a few combine tasks go to whoever is idle) comes with the processor that
+    spent most time on it, in place of the last of the first ones.
+    """
+    time: dict[str, dict[str, float]] = {}
+    for i in intervals:
+        if i.rank == rank and i.actor.startswith("processor"):
+            of_kind = time.setdefault(_kind(i), {})
+            of_kind[i.actor] = of_kind.get(i.actor, 0.0) + i.duration_us
+    everyone = sorted({actor for of_kind in time.values() for actor in of_kind}, key=actor_key)
+    chosen = everyone[:most]
+    kept: set[str] = set()
+    for of_kind in time.values():
+        if not kept.isdisjoint(of_kind):
+            continue
+        there = [actor for actor in chosen if actor in of_kind]
+        kept.add(there[0] if there else max(of_kind, key=lambda actor: (of_kind[actor], actor)))
+    rest = [actor for actor in chosen if actor not in kept]
+    return kept | set(rest[: max(0, most - len(kept))])
+
+
 def gantt(path: Path, intervals: Sequence[Interval], title: str, processors_shown: int = 12) -> None:
-    """One row per actor, ranks one above the other; of many processors the first few are shown."""
+    """One row per actor, ranks one above another; of many processors a few are shown, every kind of work among them."""
     tracks: dict[int, list[str]] = {}
     for rank, actor in {(i.rank, i.actor) for i in intervals}:
         tracks.setdefault(rank, []).append(actor)
@@ -62,16 +82,20 @@ def gantt(path: Path, intervals: Sequence[Interval], title: str, processors_show
     labels, y, borders = [], 0, []
     for rank in sorted(tracks):
         actors = sorted(tracks[rank], key=actor_key)
-        hidden = sum(a.startswith("processor") for a in actors) - processors_shown
+        chosen = _chosen(intervals, rank, processors_shown)
+        hidden = sum(a.startswith("processor") for a in actors) - len(chosen)
+        last = max(chosen, key=actor_key, default="")
         for actor in actors:
-            if actor.startswith("processor") and actor_key(actor)[1] >= processors_shown:
+            if actor.startswith("processor") and actor not in chosen:
                 continue
             rows[rank, actor] = y
-            more = f" (+{hidden} more)" if hidden > 0 and actor == f"processor {processors_shown - 1}" else ""
+            more = f" (+{hidden} more)" if hidden > 0 and actor == last else ""
             labels.append((y, f"rank {rank}  {actor}{more}"))
             y += 1
         borders.append(y - 0.5)
-    figure, axes = plt.subplots(figsize=(13, max(2.5, 0.21 * y + 1.3)))
+    # not pyplot: a caller's own figures and backend are none of this module's business
+    figure = Figure(figsize=(13, max(2.5, 0.21 * y + 1.3)))
+    axes = figure.subplots()
     by_colour: dict[str, list[tuple[int, float, float]]] = {}
     for i in intervals:
         row = rows.get((i.rank, i.actor))
@@ -95,7 +119,6 @@ def gantt(path: Path, intervals: Sequence[Interval], title: str, processors_show
     figure.legend(handles=handles, ncol=len(handles), fontsize=8, loc="lower center", frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def _profile(result: Result, sms: int, steps: int = 400) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -116,7 +139,8 @@ def _profile(result: Result, sms: int, steps: int = 400) -> tuple[np.ndarray, di
 
 def models_figure(path: Path, results: dict[str, Result], sms: int, title: str) -> None:
     """How busy each model keeps the SMs over time (stacked), and when its links carry rows (line below)."""
-    figure, all_axes = plt.subplots(len(results), 1, figsize=(11, 1.0 + 2.0 * len(results)), sharex=True, squeeze=False)
+    figure = Figure(figsize=(11, 1.0 + 2.0 * len(results)))
+    all_axes = figure.subplots(len(results), 1, sharex=True, squeeze=False)
     end = max(r.latency_us for r in results.values())
     on_links = ("rows out", "results home")
     for axes, (model, result) in zip(all_axes[:, 0], results.items(), strict=True):
@@ -144,12 +168,12 @@ def models_figure(path: Path, results: dict[str, Result], sms: int, title: str) 
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def paper_figures(path: Path, sweeps: Sweeps) -> None:
     """The paper's figures from the simulator, eight panels; published values as grey marks where there are any."""
-    figure, panels = plt.subplots(2, 4, figsize=(17, 8))
+    figure = Figure(figsize=(17, 8))
+    panels = figure.subplots(2, 4)
     work = sweeps.work
     _lines(
         panels[0, 0],
@@ -195,7 +219,6 @@ def paper_figures(path: Path, sweeps: Sweeps) -> None:
     )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _lines(axes: Axes, axis: dict[int, dict[str, Result]], name: str, scale: float, title: str, label: str) -> None:

@@ -20,7 +20,7 @@ from moe_ref.runtime.messages import ProtocolViolation, Rules
 
 
 def protocol(
-    case: Annotated[str, typer.Option("--case", help=f"Small case: {', '.join(CASES)}.")] = "uneven",
+    case: Annotated[str, typer.Option("--case", help=f"Small case, {' or '.join(CASES)}; see above.")] = "uneven",
     layout: Annotated[str, typer.Option("--layout", help="compact or fixed.")] = "compact",
     bug: Annotated[str, typer.Option("--break", help=f"Break a rule: {', '.join(BROKEN)}; none.")] = "none",
     processors: Annotated[int, typer.Option("--processors", help="Processors per rank.")] = 2,
@@ -32,7 +32,13 @@ def protocol(
     limit: Annotated[int, typer.Option("--limit", help="Give up after this many distinct states.")] = 5_000_000,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Search all message orders of a small case for a violation of the runtime's protocol."""
+    """Search all message orders of a small case for a violation of the runtime's protocol.
+
+    Both cases have 2 ranks, 2 experts, 2 tokens per rank with 2 choices, and two calls one after the other. full: every
+    token goes to both experts, so both ranks have as much to do in either call. uneven: in the first call each rank's
+    rows stay at home and one route is masked, so that a rank can run ahead into the second call, where one expert gets
+    more rows than the other; every broken rule shows in it.
+    """
     if bug != "none" and bug not in BROKEN:
         raise UsageError(f"--break is {bug!r}, expected none or one of {', '.join(BROKEN)}")
     check_seed(seed, "--seed")

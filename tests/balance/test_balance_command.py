@@ -122,6 +122,10 @@ def test_real_loads(real: Path, capfd: pytest.CaptureFixture) -> None:
     assert code == 0
     assert "planned on one domain" in out
     assert "adaptive manager" in out
+    code, out, _ = run(f"balance --loads {real} --ranks 4 --interval 50", capfd)
+    assert code == 0
+    assert "adaptive manager: not checked, every 50 steps is too rare for 12" in out
+    assert "0 moves" not in out
 
 
 def test_a_placement_from_a_file_brings_its_sizes(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -29,7 +29,7 @@ def test_table_of_committed_results(gpus):
         assert row["fused_over_floor"] == pytest.approx(fused / row["ms"]["floor"]["median"], abs=2e-3)
         assert row["graph_over_fused"] == pytest.approx(row["ms"]["graph"]["median"] / fused, abs=2e-3)
     text = CliRunner().invoke(app, ["table", str(path)])
-    assert len(text.output.splitlines()) == len(rows) + 1
+    assert len(text.output.splitlines()) == len(rows) + 2
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -72,7 +72,8 @@ BAD = [
     ("--orders 0", "--orders is 0"),
     ("--placement somewhere", "--placement somewhere is no file"),
     ("--placement merged --replicas 3", "use a divisor of 8"),
-    ("--save /nowhere/p.json", "No such file"),
+    ("--save /nowhere/p.json", "--save /nowhere/p.json: no folder /nowhere"),
+    ("--save /proc/p.json", "--save /proc/p.json can't be written"),
     ("--plot x.doc", "'.doc'"),
 ]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 
 import matplotlib.image
@@ -161,7 +163,8 @@ def test_the_papers_figures(capsys, tmp_path, monkeypatch):
         (["trace", "--out", "t.json", "--processors", "1000000"], "--processors from 1 to"),
         (["trace", "--out", "/"], "is a folder"),
         (["simulate", "--machine", "h200-2", "--tokens", "64", "--paper", "x"], "at least 8 GPUs"),
-        (["trace", "--out", "/nowhere/t.json", "--tokens", "16"], "has no folder /nowhere"),
+        (["trace", "--out", "/nowhere/t.json", "--tokens", "16"], "no folder /nowhere"),
+        (["trace", "--out", "/proc/t.json"], "--out /proc/t.json can't be written"),
         (["trace", "--out", "t.json", "--calls", "0"], "--calls from 1 to"),
         (["trace", "--out", "t.json", "--model", "bulk", "--calls", "2"], "megakernel only"),
         (["trace"], "--out"),
@@ -178,6 +181,31 @@ def test_wrong_use_is_one_line_and_exit_code_two(capsys, arguments, message):
     assert out == ""
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_the_gantt_shows_every_kind_of_work(tmp_path):
+    """Few combine tasks go to whoever is idle: one who did them is shown though he isn't among the first."""
+    from moe_ref.runtime.figures import _chosen, gantt
+    from moe_ref.runtime.run import Interval
+
+    def ran(processor: int, name: str, start: float, rank: int = 0) -> Interval:
+        return Interval(rank, f"processor {processor}", name, start, 1.0)
+
+    run = [ran(n, "gemm0", 0.0) for n in range(20)] + [ran(n, "gemm1", 2.0) for n in range(20)]
+    assert _chosen(run, 0, 4) == {f"processor {n}" for n in range(4)}
+    run += [ran(17, "combine", 5.0), ran(18, "combine", 5.0), ran(18, "combine", 7.0), ran(0, "combine", 9.0, rank=1)]
+    assert _chosen(run, 0, 4) == {"processor 0", "processor 1", "processor 2", "processor 18"}
+    assert _chosen(run, 1, 4) == {"processor 0"}
+    assert _chosen([], 0, 4) == set()
+    gantt(tmp_path / "gantt.png", run, "planted", processors_shown=4)
+    assert (tmp_path / "gantt.png").stat().st_size > 1000
+
+
+def test_figures_leave_pyplot_alone():
+    """A notebook that imports the package keeps its inline backend."""
+    program = "import sys, moe_ref.runtime.figures; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_trace_can_check_its_numbers(capsys, tmp_path):
