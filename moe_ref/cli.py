@@ -27,14 +27,6 @@ from moe_ref.console import err, forget
 from moe_ref.errors import CheckFailed, UsageError
 from moe_ref.limits import printable
 
-app = typer.Typer(
-    name="moe-ref",
-    help="A distributed Mixture-of-Experts layer: run it, compare backends, balance it, look inside.",
-    pretty_exceptions_enable=False,
-    add_completion=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
 # Typer carries its own copy of click in later versions, so the class is found through what both export.
 _CLICK_EXCEPTION: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -45,12 +37,24 @@ def _version(value: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
     debug: bool = typer.Option(False, "--debug", help="Show the Python traceback of an error."),
 ) -> None:
     """Options that belong to every command."""
+
+
+def _new_app() -> typer.Typer:
+    """The app without commands, a new one each time: in a shared one the commands of every call would pile up."""
+    app = typer.Typer(
+        name="moe-ref",
+        help="A distributed Mixture-of-Experts layer: run it, compare backends, balance it, look inside.",
+        pretty_exceptions_enable=False,
+        add_completion=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    return app
 
 
 _WITHOUT_TORCH = {
@@ -67,18 +71,23 @@ def _command_modules() -> list[str]:
     return ["moe_ref.commands", *(name for name in names if importlib.util.find_spec(name) is not None)]
 
 
-def _register(debug: bool, wanted: str | None) -> None:
-    """Add all commands; those that can't be loaded cost a note on stderr, not the other commands."""
+def build_app(debug: bool = False, wanted: str | None = None) -> typer.Typer:
+    """A new app with all commands, or with the one that is `wanted` if it can be loaded alone.
+
+    Those that can't be loaded cost a note on stderr (with the traceback if `debug`), not the other commands.
+    """
+    app = _new_app()
     if wanted in _WITHOUT_TORCH:
-        _add(_WITHOUT_TORCH[wanted], importlib.import_module(_WITHOUT_TORCH[wanted]).register, debug)
-        return
+        _add(app, _WITHOUT_TORCH[wanted], importlib.import_module(_WITHOUT_TORCH[wanted]).register, debug)
+        return app
     for name in _command_modules():
-        _add(name, lambda app, name=name: importlib.import_module(name).register(app), debug)
+        _add(app, name, lambda app, name=name: importlib.import_module(name).register(app), debug)
     for entry in entry_points(group="moe_ref.commands"):
-        _add(f"{entry.name} ({entry.value})", lambda app, entry=entry: entry.load()(app), debug)
+        _add(app, f"{entry.name} ({entry.value})", lambda app, entry=entry: entry.load()(app), debug)
+    return app
 
 
-def _add(name: str, register: Callable[[typer.Typer], object], debug: bool) -> None:
+def _add(app: typer.Typer, name: str, register: Callable[[typer.Typer], object], debug: bool) -> None:
     try:
         register(app)
     except (Exception, SystemExit) as error:  # whatever another's code does at its import
@@ -100,9 +109,9 @@ def main(argv: list[str] | None = None) -> None:
         # What the terminal's encoding lacks is shown as an escape: no report ends in the middle because of it.
         if callable(reconfigure := getattr(sys.stdout, "reconfigure", None)):
             reconfigure(errors="backslashreplace")
-        _register(debug, arguments[0] if arguments else None)
+        app = build_app(debug, arguments[0] if arguments else None)
         # Not standalone: usage errors come to us, to be one line like all others. What is returned is an exit code.
-        code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False)
+        code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False, obj={"debug": debug})
         sys.stdout.flush()
     except BaseException as error:
         raise SystemExit(exit_code(error, debug)) from None
