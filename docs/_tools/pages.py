@@ -20,6 +20,8 @@ from docs._tools import api, render, results, trouble
 DOCS = Path(__file__).resolve().parents[1]
 
 _SKEW = re.compile(r"\{\{ *skew +(\S+) *\}\}")
+_ON_DISK = re.compile(r"\]\((?:\.\./)+(?:(tutorials/\d\d_\w+)\.py|results/(\w+)\.json|moe_ref(?=\)))")
+"""Links of written pages to the sources of made ones, as they stand in the checkout: they work there, too."""
 _FIGURE = re.compile(r"\{\{ *figure +(\d\d) *\}\}")
 
 
@@ -67,6 +69,8 @@ class Pages:
             markdown = markdown.replace("{{ tutorials }}", self._list(uri))
         if "{{ trouble }}" in markdown:
             markdown = markdown.replace("{{ trouble }}", trouble.table())
+        up = "../" * uri.count("/")
+        markdown = _ON_DISK.sub(lambda match: f"]({up}{_made(match)}", markdown)
         markdown = _SKEW.sub(lambda match: _skew(match.group(1)), markdown)
         markdown = _FIGURE.sub(lambda match: self._figure(match.group(1)), markdown)
         return results.fill(markdown)
@@ -90,6 +94,12 @@ class Pages:
             number, _, title = page.title.partition(". ")
             rows.append(f"| {number} | [{title}]({prefix}{page.name}.md) | {page.seconds:.0f} s |")
         return "\n".join(rows) + "\n"
+
+
+def _made(match: re.Match[str]) -> str:
+    """Address in the site of the page made of what a link leads to."""
+    tutorial, result = match.groups()
+    return f"{tutorial}.md" if tutorial else f"recorded/{result}.md" if result else "api/index.md"
 
 
 def _heading(path: Path) -> str:

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"the command's own keys {sorted(taken)} clash with those of the record", file=sys.stderr)
         return 1
     head = {"title": arguments.title, "description": arguments.description}
-    made = provenance(shlex.join(arguments.command), tuple(arguments.packages.split(",")))
+    made = provenance(shlex.join(arguments.command), tuple(filter(None, arguments.packages.split(","))))
     write_results(RESULTS / f"{arguments.name}.json", {**head, **made, **values})
     return 0
 
