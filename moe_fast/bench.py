@@ -18,7 +18,6 @@ Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P r
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -37,6 +36,7 @@ from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_ref.config import MoEConfig
+from moe_ref.environment import local_rank_from_environment, world_size_from_environment
 from moe_ref.errors import CheckFailed, UsageError
 from moe_ref.results import provenance, write_results
 

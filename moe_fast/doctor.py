@@ -69,7 +69,8 @@ def _gpus() -> Check:
 def _peers() -> Check:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        return Check("peer access", "optional", f"{count} GPU: nothing to reach", "")
+        remedy = "one rank needs no peer; for several take a host with two or more H100 or H200, linked by NVLink"
+        return Check("peer access", "optional", f"{count} GPU{'s' * (count != 1)}: nothing to reach", remedy)
     missing = [
         f"{a}->{b}"
         for a in range(count)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 COMMIT_VARIABLE = "MOE_REF_COMMIT"
-"""Environment variable with the hash of the checkout, for copies without a repository; where there is one, git says."""
+"""Environment variable with the hash of the checkout, for whoever runs a copy of it elsewhere; it goes before git."""
 
 PROVENANCE_KEYS = ("date", "commit", "device", "driver", "packages", "command")
 """Keys that every result file has beside its results."""
@@ -28,8 +28,10 @@ PROVENANCE_KEYS = ("date", "commit", "device", "driver", "packages", "command")
 def _commit() -> str | None:
     """Hash of the checkout that this package runs from, with "-dirty" if tracked files differ.
 
-    Outside git it is what COMMIT_VARIABLE says, or None.
+    COMMIT_VARIABLE goes first: only who made a copy knows of what. None outside git.
     """
+    if said := os.environ.get(COMMIT_VARIABLE):
+        return said
     folder = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
@@ -41,7 +43,7 @@ def _commit() -> str | None:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get(COMMIT_VARIABLE) or None
+        return None
     return head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")
 
 

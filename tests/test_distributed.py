@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import rank_jobs
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from moe_ref import DistributedWorld, MoEConfig, MoELayer, Placement, cases
@@ -129,3 +130,20 @@ def test_without_a_process_group() -> None:
         DistributedWorld()
     with pytest.raises(UsageError, match=r"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
         DistributedWorld.from_environment()
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, "nccl"), (8, "nccl")])
+def test_ranks_use_gpus_only_if_there_is_one_for_each(monkeypatch, gpus: int, backend: str) -> None:
+    """Ranks of one machine must decide alike, or they would wait for each other in two kinds of group."""
+    chosen = []
+    for rank in (0, 1):
+        for name, value in (("WORLD_SIZE", 2), ("RANK", rank), ("LOCAL_RANK", rank), ("MASTER_PORT", 1)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: chosen.append(name))
+        with pytest.raises(UsageError, match="not initialised"):
+            DistributedWorld.from_environment()
+    assert chosen == [backend, backend]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ref.results import PROVENANCE_KEYS, provenance, write_results
+from moe_ref.results import COMMIT_VARIABLE, PROVENANCE_KEYS, provenance, write_results
 
 
 def test_provenance_says_how_a_result_came_about() -> None:
@@ -21,6 +21,13 @@ def test_provenance_says_how_a_result_came_about() -> None:
     assert record["packages"]["safetensors"]
     assert record["packages"]["no-such-distribution"] is None
     assert record["device"]
+
+
+def test_who_copied_the_checkout_says_its_commit(monkeypatch) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "0123abc")
+    assert provenance("x")["commit"] == "0123abc"
+    monkeypatch.delenv(COMMIT_VARIABLE)
+    assert provenance("x")["commit"] != "0123abc"
 
 
 def test_results_are_written_as_they_are(tmp_path: Path) -> None:

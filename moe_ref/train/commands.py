@@ -59,6 +59,7 @@ _JOB = {f.name: f.default for f in fields(TrainJob)}
 
 
 def train_command(
+    context_: typer.Context,
     ranks: int | None = typer.Option(None, help="Processes to start here (default 4); under torchrun its world size."),
     steps: int = typer.Option(_JOB["steps"], help="Optimiser steps in all."),
     sequences: int = typer.Option(_JOB["sequences"], help="Sequences of a global batch, dealt out to the ranks."),
@@ -118,7 +119,7 @@ def train_command(
             raise UsageError(f"--ranks is {ranks}, but torchrun started {count} processes; leave --ranks out")
         run_here(task)
         return
-    code = launch(task.to_dict(), count)
+    code = launch(task.to_dict(), count, debug=bool((context_.obj or {}).get("debug")))
     if code:
         raise typer.Exit(code)
 
@@ -176,19 +177,38 @@ def run_here(task: Task) -> None:
         _print(values)
 
 
+_LABELS = {
+    "ranks": "ranks",
+    "steps": "steps",
+    "first_step": "went on from step",
+    "balancing": "balancing",
+    "replicas": "replicas of every expert",
+    "experts": "experts of a layer",
+    "layers": "MoE layers",
+    "loss_first": "first loss, bits per byte",
+    "loss_last": "last loss, bits per byte",
+    "max_over_mean_plain": "max/mean load, had it been plain",
+    "max_over_mean_scheduled": "max/mean load, as it ran",
+    "sync_seconds": "gradient sums, s",
+    "moves": "experts moved",
+    "moved_bytes": "bytes moved",
+    "seconds": "all steps, s",
+}
+"""What the report calls the values of `--json`."""
+
+
 def _print(values: dict[str, Any]) -> None:
-    table = Table(box=None, pad_edge=False, title="Training", title_justify="left", title_style="bold")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in values.items():
-        if isinstance(value, float):
-            table.add_row(name, f"{value:.4g}")
-        elif isinstance(value, (int, str)):
-            table.add_row(name, str(value))
+    table = Table(box=None, pad_edge=False, show_header=False, title="Training", title_justify="left")
+    table.add_column("what", overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    for name, label in _LABELS.items():
+        value = values[name]
+        table.add_row(label, f"{value:.4g}" if isinstance(value, float) else str(value))
     out.print(table)
-    stages = Table(box=None, pad_edge=False, title="Seconds per step", title_justify="left", title_style="bold")
-    stages.add_column("stage")
-    stages.add_column("seconds", justify="right")
+    out.print()
+    stages = Table(box=None, pad_edge=False, show_header=False, title="ms per step", title_justify="left")
+    stages.add_column("stage", overflow="fold")
+    stages.add_column("ms", justify="right", no_wrap=True)
     for name, seconds in values["stage_seconds_per_step"].items():
-        stages.add_row(name, f"{seconds:.4f}")
+        stages.add_row(name, f"{1e3 * seconds:.2f}")
     out.print(stages)

@@ -190,16 +190,15 @@ def print_comparison(values: dict[str, Any], out: Console) -> None:
         if kind == "modelled_us":
             title = f"Forward per layer, {unit} ({values['machine']}); gain over plain"
         table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-        table.add_column("")
-        for stage in _TIMES_PER_STEP:
-            table.add_column(stage, justify="right", no_wrap=True)
-        table.add_column("max/mean", justify="right")
-        table.add_column("gain", justify="right")
+        table.add_column("", overflow="fold")
+        for mode in values["modes"]:
+            table.add_column(mode, justify="right", no_wrap=True)
         gain = "measured_gain_percent" if kind == "measured_s" else "modelled_gain_percent"
-        for mode, result in values["modes"].items():
-            times = [f"{factor * result[kind][stage]:.1f}" for stage in _TIMES_PER_STEP]
-            shown = f"{result[gain]:+.1f} %" if gain in result else "-"
-            table.add_row(mode, *times, f"{result['max_over_mean']:.3f}", shown)
+        results = values["modes"].values()
+        for stage in _TIMES_PER_STEP:
+            table.add_row(stage, *(f"{factor * result[kind][stage]:.1f}" for result in results))
+        table.add_row("max/mean", *(f"{result['max_over_mean']:.3f}" for result in results))
+        table.add_row("gain", *(f"{result[gain]:+.1f} %" if gain in result else "-" for result in results))
         out.print(table)
         out.print()
     out.print(

@@ -262,9 +262,13 @@ def _corpus(job: TrainJob) -> Corpus:
     return corpus
 
 
+MAX_TEXT_BYTES = 64 << 20
+"""Of a longer file the beginning: every rank holds the text, and no run of this size reads more."""
+
+
 def _file_bytes(name: str) -> int:
     path = Path(name)
-    return path.stat().st_size if path.is_file() else 1  # anything else is load_text's to refuse
+    return min(path.stat().st_size, MAX_TEXT_BYTES) if path.is_file() else 1  # anything else is load_text's to refuse
 
 
 def _placements(job: TrainJob, world: World, model: ByteMoE, meta: dict[str, Any] | None) -> dict:

@@ -66,13 +66,14 @@ def naming_lost_ranks(world: World, what: str) -> Iterator[None]:
         ) from error
 
 
-def launch(task: dict[str, Any], ranks: int) -> int:
+def launch(task: dict[str, Any], ranks: int, debug: bool = False) -> int:
     """Run `python -m moe_ref.train.worker TASK` on `ranks` local processes; returns the exit code of the run.
 
     Rank 0 has this process' stdout. If a process fails, the others get GRACE_S to end by themselves.
 
     Args:
         task: JSON values for the worker.
+        debug: ranks show the Python traceback of an error.
     """
     environment = {
         **os.environ,
@@ -87,7 +88,7 @@ def launch(task: dict[str, Any], ranks: int) -> int:
     for rank in range(ranks):
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "moe_ref.train.worker", json.dumps(task)],
+                [sys.executable, "-m", "moe_ref.train.worker", *(["--debug"] if debug else []), json.dumps(task)],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=None if rank == 0 else subprocess.DEVNULL,
             )

@@ -1,4 +1,4 @@
-"""The progress bar of a training run: on stderr, rank 0 only."""
+"""The progress of a training run, on stderr, rank 0 only: a bar, or lines where nobody could see it move."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from moe_ref.console import err
 
+LINES = 10
+"""Lines of a run whose stderr is no terminal."""
+
 
 @contextmanager
 def bar(first: int, steps: int, rank: int) -> Iterator[Callable[[int, str], None]]:
     """Gives show(step, text), which does nothing on other ranks than 0."""
     if rank != 0:
         yield lambda step, text: None
+        return
+    if not err.is_terminal:
+        said = [first]
+
+        def say(step: int, text: str) -> None:
+            if step == steps or (step - first) * LINES // (steps - first) > (said[0] - first) * LINES // (
+                steps - first
+            ):
+                err.print(f"step {step}/{steps}: {text}", markup=False, highlight=False, soft_wrap=True)
+                said[0] = step
+
+        yield say
         return
     columns = (
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),

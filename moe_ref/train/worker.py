@@ -1,4 +1,4 @@
-"""One rank of a local run: `python -m moe_ref.train.worker TASK`, started by moe_ref.train.launch."""
+"""One rank of a local run: `python -m moe_ref.train.worker [--debug] TASK`, started by moe_ref.train.launch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import sys
 import threading
 import time
 
-from rich.markup import escape
-
-from moe_ref.console import err
-from moe_ref.errors import CheckFailed
+from moe_ref.cli import exit_code
 
 
-def main(argument: str) -> int:
+def main(argument: str, debug: bool = False) -> int:
     """Run the task (see moe_ref.train.commands.Task) as this rank; returns the exit code."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # Late, so that the usage errors of the parent need none of this.
@@ -22,14 +19,10 @@ def main(argument: str) -> int:
 
     try:
         run_here(Task.from_dict(json.loads(argument)))
-    except CheckFailed as error:
-        return _failed(error, 1)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        return _failed(error, 2)
-    except RuntimeError as error:
-        return _failed(error, 1)
     except KeyboardInterrupt:
         return 130  # the parent says it
+    except BaseException as error:
+        return exit_code(error, debug)
     return 0
 
 
@@ -40,10 +33,5 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _failed(error: Exception, code: int) -> int:
-    err.print(f"[bold red]error:[/] {escape(' '.join(str(error).split()))}", soft_wrap=True)
-    return code
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(sys.argv[-1], "--debug" in sys.argv[1:-1]))
