@@ -20,14 +20,13 @@ def bar(first: int, steps: int, rank: int) -> Iterator[Callable[[int, str], None
         yield lambda step, text: None
         return
     if not err.is_terminal:
-        said = [first]
+        said = [0]
 
         def say(step: int, text: str) -> None:
-            if step == steps or (step - first) * LINES // (steps - first) > (said[0] - first) * LINES // (
-                steps - first
-            ):
+            part = (step - first) * LINES // (steps - first)
+            if part > said[0]:
                 err.print(f"step {step}/{steps}: {text}", markup=False, highlight=False, soft_wrap=True)
-                said[0] = step
+                said[0] = part
 
         yield say
         return

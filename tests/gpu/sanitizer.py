@@ -22,10 +22,10 @@ from moe_ref.results import provenance, write_results
 OUT = Path("docs/results/megakernel_sanitizer.json")
 SMALL_CALL = ("python", "tests/gpu/scenarios.py", "small")
 RACECHECK_SAYS = (
-    "The task word in shared memory: written by the dispatcher, read by loader, storer and consumer warps. Ordered both "
-    "ways by mbarriers: readers wait on word_full before the load; after it a warp synchronises and one elected lane "
-    "arrives on word_empty, on which the dispatcher waits before it writes again. The tool does not carry the order from "
-    "the reading lanes to the elected lane's arrival."
+    "The task word in shared memory: written by the dispatcher, read by loader, storer and consumer warps. Ordered "
+    "both ways by mbarriers: readers wait on word_full before the load; after it a warp synchronises and one elected "
+    "lane arrives on word_empty, on which the dispatcher waits before it writes again. The tool does not carry the "
+    "order from the reading lanes to the elected lane's arrival."
 )
 """Why the one report that racecheck is known to make is no race; another number of reports gets no explanation."""
 
@@ -35,9 +35,7 @@ def tool_path() -> str:
     places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"])
     found = shutil.which("compute-sanitizer", path=places)
     if found is None:
-        raise SystemExit(
-            "compute-sanitizer is neither on the PATH nor in /usr/local/cuda: it comes with CUDA's toolkit"
-        )
+        raise SystemExit("compute-sanitizer is neither on the PATH nor in /usr/local/cuda; it comes with CUDA")
     return found
 
 
