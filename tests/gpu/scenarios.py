@@ -26,6 +26,7 @@ import cases
 import harness
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
+from moe_fast import backend, compiler, unfused
 from moe_fast.engine import MegakernelInputError, MegakernelTimeout
 
 
@@ -199,19 +200,31 @@ def node_kinds(recorded: torch.cuda.CUDAGraph) -> dict[str, int]:
 
 
 def operations() -> dict:
-    """GPU operations of one forward, counted by the profiler, gate included, K = 8."""
+    """GPU operations of one forward, counted by the profiler, gate included, K = 8; beside it the eager chain's."""
     case = replace(cases.QWEN3, tokens=(1000,))
-    engine = engine_for(case)
-    out = torch.empty_like(make_inputs(case).x[0])
-    call = launcher(case, make_inputs(case), out=out)
-    call()
-    engine.check()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    engine, inputs = engine_for(case), make_inputs(case)
+    rank, ranks = rank_and_size()
+    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
+    weights = unfused.ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
+    fused = launcher(case, inputs, out=torch.empty_like(inputs.x[rank]))
+
+    def chain() -> None:
+        with torch.no_grad():
+            unfused.forward(inputs.x[rank], weights, case.config, None, ranks)
+
+    names = {}
+    for name, call in (("fused", fused), ("unfused", chain)):
         call()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(names) == 1, f"{len(names)} GPU operations: {names[:5]}"
-    return {"gpu_operations": len(names)}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        kind = torch.autograd.DeviceType.CUDA
+        names[name] = [event.name for event in profile.events() if event.device_type == kind]
+    engine.check()
+    assert len(names["fused"]) == 1, f"{len(names['fused'])} GPU operations: {names['fused'][:5]}"
+    assert len(names["unfused"]) > 10, names["unfused"]
+    return {"gpu_operations": len(names["fused"]), "unfused_operations": len(names["unfused"])}
 
 
 def timeout() -> dict:
@@ -562,6 +575,33 @@ def replicas() -> dict:
     return out
 
 
+def slow_start() -> dict:
+    """A rank whose kernel takes longer to load than the others' patience: nobody waits before all are ready."""
+    rank, ranks = rank_and_size()
+    patience, delay = 0.5, 2.0
+    load, before = compiler.load, os.environ.get("MOE_REF_DEADLINE_S")
+
+    def slowly(shape):
+        time.sleep(delay if rank == ranks - 1 else 0.0)
+        return load(shape)
+
+    os.environ["MOE_REF_DEADLINE_S"], compiler.load = str(patience), slowly
+    try:
+        # buffers of their own, so that this layer needs an engine of its own
+        one = make_layer("fused", max_tokens=2048)
+        start = time.perf_counter()
+        one(torch.ones(64, one.config.hidden, device="cuda", dtype=one.config.torch_dtype))
+        took = time.perf_counter() - start
+        backend.check_errors()
+    finally:
+        compiler.load = load
+        os.environ.pop("MOE_REF_DEADLINE_S")
+        if before is not None:
+            os.environ["MOE_REF_DEADLINE_S"] = before
+    assert took >= delay, f"the first call took {took:.2f} s, a rank was {delay} s late"
+    return {"patience_s": patience, "late_by_s": delay, "first_call_s": round(took, 2)}
+
+
 def train_fused() -> dict:
     """The training loop with its MoE layers in the megakernel, beside the same loop on the reference."""
     from moe_ref.train.job import TrainJob, train
@@ -572,9 +612,9 @@ def train_fused() -> dict:
     for dtype in ("bfloat16", "float16"):
         task = TrainJob(steps=30, replicas=1, balancing="plain", interval=0, balance=0.0, z=0.0, dtype=dtype)
         curves = {}
-        for backend in ("ref", "fused"):
-            outcome, _ = train(replace(task, backend=backend), world, device)
-            curves[backend] = outcome.losses
+        for name in ("ref", "fused"):
+            outcome, _ = train(replace(task, backend=name), world, device)
+            curves[name] = outcome.losses
         difference = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
         assert curves["fused"][-1] < 0.7 * curves["fused"][0], curves["fused"]
         assert difference < 0.1, f"{dtype}: losses differ by {difference} bits per byte from the reference's"
@@ -598,7 +638,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         special, uneven, repeat, graph, operations, wrong_input, refused, traced, layer, training, train_fused, matrix,
-        large, replicas, timeout, small,
+        large, slow_start, replicas, timeout, small,
     )
 }  # fmt: skip
 

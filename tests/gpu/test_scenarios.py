@@ -21,7 +21,7 @@ import torch
 
 EVERYWHERE = (
     "special", "uneven", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
-    "train_fused", "matrix",
+    "train_fused", "matrix", "slow_start",
 )  # fmt: skip
 # The one that ends with a kernel's failure comes last.
 ONE_GPU = (*EVERYWHERE, "large", "timeout")
