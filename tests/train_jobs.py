@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
@@ -299,3 +302,42 @@ def dies(rank: int, victim: int, step: int, where: str) -> dict[str, Any]:
     except WorkerLost as error:
         return {"error": str(error), "seconds": time.monotonic() - start}
     return {"error": None, "seconds": time.monotonic() - start}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended whose rank 1 was killed: exit code, what it printed, and how soon."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def killed_run(arguments: list[str], folder: Path, environment: dict[str, str]) -> End:
+    """`moe-ref train` with these arguments; once there is a checkpoint in `folder`, rank 1 is killed with SIGKILL."""
+    command = [sys.executable, "-m", "moe_ref", "train", *arguments, "--steps", "100000", "--every", "1",
+               "--folder", str(folder), "--json"]  # fmt: skip
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "latest.json").exists():
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        victim = next(pid for pid in _children(process.pid) if _environment_of(pid).get("RANK") == "1")
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        return End(process.returncode, out, err, time.monotonic() - killed)
+    finally:
+        process.kill()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

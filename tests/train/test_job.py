@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from train_jobs import goes_on, resume_twice
+from train_jobs import goes_on, killed_run, resume_twice
 
 from moe_ref import SimulatedWorld
 from moe_ref.balance.loads import read_loads
@@ -171,39 +169,16 @@ def test_command_refuses_before_it_starts(capsys) -> None:
 
 def test_a_killed_process_ends_the_run(tmp_path: Path) -> None:
     """Rank 1 is killed with SIGKILL; the command ends with an error, soon, and the checkpoint before can be used."""
-    command = [sys.executable, "-m", "moe_ref", "train", *TINY, "--ranks", "3", "--replicas", "3", "--steps", "100000",
-               "--every", "1", "--folder", str(tmp_path), "--timeout", "20", "--json"]  # fmt: skip
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "latest.json").exists():
-            assert time.monotonic() < deadline, "no checkpoint was written"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
-        victim = next(pid for pid in children(process.pid) if environment_of(pid).get("RANK") == "1")
-        os.kill(victim, signal.SIGKILL)
-        killed = time.monotonic()
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    assert out == ""
-    said = " ".join(err.split())
+    end = killed_run([*TINY, "--ranks", "3", "--replicas", "3", "--timeout", "20"], tmp_path, ENVIRONMENT)
+    assert end.code == 1
+    assert end.out == ""
+    said = " ".join(end.err.split())
     assert "the process of rank 1 was ended by signal 9" in said
     assert "lost another rank during training" in said
     assert "Traceback" not in said
-    print(f"ended {time.monotonic() - killed:.1f} s after the kill")
+    print(f"ended {end.seconds:.1f} s after the kill")
     assert sharded.read_meta(tmp_path)["step"] >= 1
     assert sharded.full_state_dict(tmp_path)
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 @pytest.mark.slow
