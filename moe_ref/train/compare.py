@@ -189,7 +189,8 @@ def print_comparison(values: dict[str, Any], out: Console) -> None:
         title = f"Forward per step, {unit}; gain over plain"
         if kind == "modelled_us":
             title = f"Forward per layer, {unit} ({values['machine']}); gain over plain"
-        table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+        out.print(title, style="bold", highlight=False)  # a table's own title would be as narrow as the table
+        table = Table(box=None, pad_edge=False)
         table.add_column("", overflow="fold")
         for mode in values["modes"]:
             table.add_column(mode, justify="right", no_wrap=True)
