@@ -12,8 +12,8 @@ loaded with `load_logical_state_dict`.
 
 Gradients: an expert's weight gradient is the sum over all ranks' tokens; router and shared-expert gradients are those
 of this process' tokens, to be reduced by data parallelism as for any dense parameter. `backward()` and
-`torch.autograd.grad` work, second derivatives included; of torch.func, `functional_call` works and the transforms (grad,
-vmap, jvp) do not: how many rows go where depends on the values, and rows really move between ranks.
+`torch.autograd.grad` work, second derivatives included. Of torch.func, `functional_call` works; the transforms (grad,
+vmap, jvp) do not, since how many rows go where depends on the values, and rows really move between ranks.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, X local slots.
 """

@@ -45,9 +45,7 @@ def test_the_largest_size_takes_less_than_two_seconds() -> None:
     for replicas in (2, 3, 4, 8):
         start = time.process_time()
         symmetric(64, 256, replicas)
-        assert time.process_time() - start < 5 * 2, (
-            "2 s on a quiet core (tests/benchmarks); five times that on a shared one"
-        )
+        assert time.process_time() - start < 5 * 2, "2 s on a quiet core, see tests/benchmarks"
 
 
 @pytest.mark.parametrize(
