@@ -40,7 +40,11 @@ def gpus() -> int:
 @cache
 def launched(ranks: int) -> tuple[list[dict], int, str]:
     """What the scenarios printed, the exit code, and the end of stderr."""
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start = (
+        [sys.executable]
+        if ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    )
     command = [*start, str(SCRIPT), *(ONE_GPU if ranks == 1 else TWO_GPUS)]
     if folder := os.environ.get("MOE_REF_RESULTS"):
         command += ["--out", str(Path(folder) / f"megakernel_tests_{ranks}gpu.json")]

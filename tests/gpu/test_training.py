@@ -23,7 +23,18 @@ TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--sequences
 
 def test_command_through_torchrun(tmp_path: Path) -> None:
     """Four steps on two GPUs, then four more by one process from the checkpoint."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moe_ref", "train", *TINY]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "moe_ref",
+        "train",
+        *TINY,
+    ]
     command = [*start, "--steps", "4", "--every", "4", "--folder", str(tmp_path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
