@@ -130,9 +130,11 @@ def draw(ax, intervals, actors):
 
 
 # %%
-# figure: Rank 0, one time axis, simulated with the cost model of 2 x H200. Above: the chain as a CUDA graph, one operation after the other. Below: ten of the megakernel's 131 processors and its link; results travel home (orange) while tiles are still computed.
+# figure: Rank 0, one time axis, simulated with the cost model of 2 x H200. Above: the chain as a CUDA graph, one operation after the other. Below: ten of the megakernel's 131 processors and its link; results travel home (orange) while tiles are still computed, then they are combined (green).
 chain = compare(work, h200, ("bulk",), record=True, captured=True)["bulk"]
-actors = {f"processor {p}": p for p in range(10)} | {"link": 10}
+last = max(i for i in results["megakernel"].intervals if i.rank == 0 and i.name == "combine")
+shown = [*(f"processor {p}" for p in range(9)), last.actor]  # and one that combined
+actors = {name: line for line, name in enumerate([*shown, "link"])}
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True, height_ratios=(1, 3))
 draw(axes[0], chain.intervals, {"compute stream": 0})
 draw(axes[1], results["megakernel"].intervals, actors)

@@ -253,6 +253,8 @@ def main(
     command = f"python -m moe_ref.train.pretrain --steps {steps} --seed {seed} --threads {threads}"
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
     record = {
+        "title": "How the shipped model was trained",
+        "description": "A byte-level MoE language model on prose and code; losses in bits per byte.",
         **provenance(command, ("safetensors",)),
         "checkpoint_sha256": digest,
         **report(stored, corpora, recipe, progress),

@@ -72,7 +72,8 @@ def test_the_first_experiment_works(arguments: list[str], tmp_path: Path, monkey
     assert capsys.readouterr().out.strip()
 
 
-EXAMPLES = [("start/quickstart.md", "expert_load"), ("start/first-experiment.md", "schedule"),
+EXAMPLES = [("start/quickstart.md", "expert_load"), ("start/first-experiment.md", "schedule("),
+            ("start/first-experiment.md", "compare("),
             ("howto/own-loads.md", "split_evenly")]  # fmt: skip
 
 
