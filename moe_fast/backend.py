@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_fast import unfused
-from moe_fast.engine import Engine
+from moe_fast.engine import Engine, router_parts
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported
 from moe_ref.balance.plan import Plan
@@ -43,7 +44,10 @@ def engine_for(layer: MoELayer, scheduler: str | None = None) -> Engine:
     _, ranks, group = unfused.group_of(layer)
     unfused.check_layer(layer, "fused", unsupported(layer.config, ranks))
     shape = KernelShape.from_config(
-        layer.config, ranks, scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER)
+        layer.config,
+        ranks,
+        scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER),
+        fp32_router=_fp32_router(layer),
     )
     device = layer.router.weight.device
     if device.type != "cuda":
@@ -76,6 +80,27 @@ def deadline_s() -> float:
     if not 0 < value < 3600:
         raise UsageError(f"MOE_REF_DEADLINE_S is {text!r}, expected seconds between 0 and 3600")
     return value
+
+
+def _fp32_router(layer: MoELayer) -> bool:
+    """Whether the router is kept in more bits than the layer has (DeepSeek)."""
+    return layer.router.weight.dtype.itemsize > layer.config.element_size
+
+
+_parts = WeakTensorKeyDictionary()
+"""By router weight of fp32: its version and address, and its parts. A CUDA graph keeps the parts of its capture."""
+
+
+def _router(layer: MoELayer) -> Tensor:
+    """The router's weight as the kernel takes it; one of fp32 is split again only after it has changed."""
+    weight = layer.router.weight
+    if not _fp32_router(layer):
+        return weight
+    now = (weight._version, weight.data_ptr())
+    found = _parts.get(weight)
+    if found is None or found[0] != now:
+        found = _parts[weight] = (now, router_parts(weight.detach(), layer.config.torch_dtype))
+    return found[1]
 
 
 def close_engines() -> None:
@@ -136,10 +161,10 @@ class FusedBackend:
             _check_shapes(routing[0], layer, x)
             ids = routing[0].expert_SK.contiguous()
             weight = routing[0].weight_SK
-        up, down, router = layer.up_parameter, layer.down_proj, layer.router.weight
-        inputs = [x, router, up, down, *([] if weight is None else [weight])]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-            y = _FusedFunction.apply(engine, layer, ids, x, router, up, down, weight)
+        # those of the fields of ChainWeights, in their order
+        parameters = tuple(vars(unfused.layer_weights(layer)).values())
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *parameters)):
+            y = _FusedFunction.apply(engine, layer, ids, x, weight, *parameters)
         else:
             y = _launch(engine, layer, x, ids, weight)
         record = FusedRecord(y_SH=[y])
@@ -177,14 +202,20 @@ def _check_shapes(routing: Routing, layer: MoELayer, x: Tensor) -> None:
 
 
 def _launch(engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None) -> Tensor:
-    up, down = layer.up_parameter, layer.down_proj
     bias = layer.router.selection_bias
+    weights = unfused.layer_weights(layer)
     return engine.launch(
         x,
-        layer.router.weight,
-        up,
-        down,
+        _router(layer),
+        weights.up_XUH,
+        weights.down_XHD,
         selection_bias_E=None if bias is None else bias.float().contiguous(),
+        router_bias_E=weights.router_bias_E,
+        first_bias_XU=weights.up_bias_XU,
+        second_bias_XH=weights.down_bias_XH,
+        shared_first_VH=weights.shared_up_VH,
+        shared_second_HW=weights.shared_down_HW,
+        shared_gate_1H=weights.shared_gate_1H,
         expert_SK=ids,
         weight_SK=None if weight is None else weight.contiguous(),
     )
@@ -227,33 +258,30 @@ class _FusedFunction(torch.autograd.Function):
         layer: MoELayer,
         ids: Tensor | None,
         x: Tensor,
-        router: Tensor,
-        up: Tensor,
-        down: Tensor,
         weight: Tensor | None,
+        *parameters: Tensor | None,
     ) -> Tensor:
         y = _launch(engine, layer, x, ids, weight)
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
         chosen = engine.expert_ids(x.shape[0]) if ids is None else ids
         ctx.layer, ctx.given = layer, ids is not None
-        ctx.save_for_backward(x, router, up, down, weight, chosen)
+        ctx.save_for_backward(chosen, x, weight, *parameters)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, router, up, down, weight, chosen = ctx.saved_tensors
+        chosen, *saved = ctx.saved_tensors
         layer, config = ctx.layer, ctx.layer.config
         _, ranks, group = unfused.group_of(layer)
-        needed = [t if t is None else t.detach().requires_grad_(True) for t in (x, router, up, down, weight)]
-        x, router, up, down, weight = needed
+        # the selection bias is a buffer that chooses and never weighs: it has no gradient
+        needed = [t if t is None else t.detach().requires_grad_(True) for t in saved]
+        x, weight, *parameters = needed
         with torch.enable_grad():
-            weights = unfused.ChainWeights(router, up, down, layer.router.selection_bias)
-            if not ctx.given:
-                logits = torch.nn.functional.linear(x.float(), router.float())
-                scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
-                used = unfused.weigh(scores, chosen, config)
-            else:
+            weights = unfused.ChainWeights(*parameters)
+            if ctx.given:
                 used = weight
+            else:
+                used = unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
             routes = unfused.make_routes(chosen, config, group, ranks)
             y = unfused.compute(x, used, routes, weights, config, group, ranks)
         inputs = [t for t in needed if t is not None]

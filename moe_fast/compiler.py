@@ -28,8 +28,8 @@ from moe_ref.errors import BackendUnavailable
 
 ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
-SHARED_BYTES = 1024 + STAGES * (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2 + TILE_ROWS * CHUNK * 2 * 2
-"""Shared memory of a block: barriers and the task word, pipeline stages, epilogue buffers."""
+SHARED_BYTES = 2048 + STAGES * (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2 + TILE_ROWS * CHUNK * 2 * 2
+"""Most shared memory of a block: barriers, the task word and biases, pipeline stages, epilogue buffers."""
 
 
 def import_cutlass() -> Any:
@@ -84,14 +84,14 @@ def compile_shape(shape: KernelShape) -> Any:
     from cutlass import Int32, Int64
 
     from moe_fast.kernel.megakernel import MegaKernel
-    from moe_fast.kernel.signals import Args
+    from moe_fast.kernel.signals import Args, Operands
 
     fakes = [Int64(1 << 20) if "Int64" in str(kind) else Int32(1) for kind in Args.__annotations__.values()]
     address = Int64(1 << 20)
     return cute.compile(
         MegaKernel(shape),
         Args(*fakes),
-        *(address,) * 4,
+        Operands(*(address,) * len(Operands._fields)),
         Int32(1),
         Int32(1),
         cuda.CUstream(0),

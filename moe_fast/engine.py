@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_fast import compiler
 from moe_fast.heap import Heap
 from moe_fast.kernel.shapes import (
+    ROUTER_PARTS,
     KernelShape,
     PlanWord,
     Region,
@@ -36,6 +37,18 @@ TRACKS, EVENTS = 3, 512
 def trace_words(blocks: int) -> int:
     """int64 words of the trace: per block and track a header and EVENTS events of three words."""
     return blocks * TRACKS * (EVENTS + 1) * 3
+
+
+def router_parts(router_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    """A router of fp32 as the kernel takes it: [E, 3 H], three summands of 16 bits side by side.
+
+    In bfloat16 their sum is the router's every bit; in float16 it is what lies above 2**-25.
+    """
+    rest, parts = router_EH.float(), []
+    for _ in range(ROUTER_PARTS):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.cat(parts, dim=1)
 
 
 DEADLINE_S = 10.0
@@ -63,20 +76,20 @@ class Call:
     Building 45 argument objects for each call took 0.23 ms of host time, more than small layers take on the device.
     """
 
-    def __init__(self, function: Any, fixed: dict[str, int], hidden: int, blocks: int) -> None:
+    def __init__(self, function: Any, fixed: dict[str, int]) -> None:
         import cuda.bindings.driver as cuda
         from cutlass import Int32, Int64
 
-        from moe_fast.kernel.signals import Args
+        from moe_fast.kernel.signals import Args, Operands
 
         kinds = {name: Int64 if "Int64" in str(kind) else Int32 for name, kind in Args.__annotations__.items()}
-        more = {"router": Int64, "first": Int64, "second": Int64, "hidden": Int64, "slots": Int32, "grid": Int32}
-        values = {name: kind(fixed.get(name, 0)) for name, kind in kinds.items()}
-        others = {name: kind({"hidden": hidden, "grid": blocks}.get(name, 0)) for name, kind in more.items()}
-        arguments = (Args(**values), *others.values(), cuda.CUstream(0))
+        operands = dict.fromkeys(Operands._fields, Int64)
+        more = {"slots": Int32, "grid": Int32}
+        given = [{name: kind(fixed.get(name, 0)) for name, kind in part.items()} for part in (kinds, operands, more)]
+        arguments = (Args(**given[0]), Operands(**given[1]), *given[2].values(), cuda.CUstream(0))
         packed, adapted = function.execution_args.generate_execution_args(arguments, {})
         self._run, self._packed, self._keep = function.run_compiled_program, packed, (arguments, adapted)
-        names = {**kinds, **more, "stream": Int64}
+        names = {**kinds, **operands, **more, "stream": Int64}
         self._at = {}
         for (name, kind), place in zip(names.items(), packed, strict=True):
             address = place.value if isinstance(place, ctypes.c_void_p) else place
@@ -143,7 +156,7 @@ class Engine:
         self.counter_words = counter_words(shape, max_tokens, self.blocks)
         self.calls = 0
         self.function = compiler.load(shape)
-        self._call = Call(self.function, self._fixed_arguments(), self.address("hidden"), self.blocks)
+        self._call = Call(self.function, self._fixed_arguments())
 
     def address(self, name: str) -> int:
         """Address of a workspace region."""
@@ -153,10 +166,11 @@ class Engine:
         at = {f"{name}_at": region.offset for name, region in self.in_heap.items()}
         names = (
             "expert weight index send histogram row_shift list_start plan tile_slot tile_rows arrived_target "
-            "back_target counters control"
+            "back_target counters control hidden shared_hidden shared_rows"
         )
         at |= {name: self.address(name) for name in names.split()}
         return at | {
+            "grid": self.blocks,
             "peers": self.heap.peers.data_ptr(),
             "heap": self.heap.base,
             "record": self.record.data_ptr(),
@@ -176,14 +190,21 @@ class Engine:
         second_XHD: Tensor,
         *,
         selection_bias_E: Tensor | None = None,
+        router_bias_E: Tensor | None = None,
+        first_bias_XU: Tensor | None = None,
+        second_bias_XH: Tensor | None = None,
+        shared_first_VH: Tensor | None = None,
+        shared_second_HW: Tensor | None = None,
+        shared_gate_1H: Tensor | None = None,
         expert_SK: Tensor | None = None,
         weight_SK: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Enqueue one forward on the current stream; one kernel, nothing else. Returns y [S, H].
 
-        x, router and weights are contiguous and of the shape's dtype; expert_SK int64 and weight_SK fp32 hand the
-        routing in.
+        All tensors are contiguous and of the shape's dtype, but selection_bias fp32, and a router of fp32 as
+        `router_parts` makes it. Biases and the shared expert's weights (of width W) are for shapes that have them.
+        expert_SK int64 and weight_SK fp32 hand the routing in.
 
         Raises:
             UsageError: S over max_tokens.
@@ -195,12 +216,22 @@ class Engine:
             raise UsageError(f"S is {tokens} tokens, but the buffers were sized for max_tokens={self.max_tokens}")
         y_SH = torch.empty_like(x_SH) if out is None else out
         spare = self.workspace.data_ptr()
+
+        def address(value: Tensor | None) -> int:
+            return spare if value is None else value.data_ptr()
+
         self._call(
             x=x_SH.data_ptr() if tokens else spare,
             y=y_SH.data_ptr() if tokens else spare,
-            bias=spare if selection_bias_E is None else selection_bias_E.data_ptr(),
-            given_expert=spare if expert_SK is None else expert_SK.data_ptr(),
-            given_weight=spare if weight_SK is None else weight_SK.data_ptr(),
+            bias=address(selection_bias_E),
+            router_bias=address(router_bias_E),
+            first_bias=address(first_bias_XU),
+            second_bias=address(second_bias_XH),
+            shared_first=address(shared_first_VH),
+            shared_second=address(shared_second_HW),
+            shared_gate=address(shared_gate_1H),
+            given_expert=address(expert_SK),
+            given_weight=address(weight_SK),
             deadline=int(self.deadline_s * 1e9),
             tokens=tokens,
             given=int(expert_SK is not None),
@@ -280,7 +311,7 @@ class Engine:
         for memory, region in (
             (self.heap.memory, self.in_heap["rows"]),
             (self.heap.memory, self.in_heap["returned"]),
-            (self.workspace, self.in_workspace["hidden"]),
+            *((self.workspace, self.in_workspace[name]) for name in ("hidden", "shared_hidden", "shared_rows")),
         ):
             memory[region.offset : region.offset + region.size].view(dtype).fill_(float("nan"))
         for memory, region in (

@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_ref.balance.plan import Plan
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
-from moe_ref.gate import Routing
+from moe_ref.gate import Routing, group_mask
 from moe_ref.pipeline import Record
 from moe_ref.world import DistributedWorld
 
@@ -67,12 +67,19 @@ def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ChainWeights:
-    """Parameters of one rank: router [E, H], up [X, U, H], down [X, H, D], selection bias [E] or None."""
+    """Parameters of one rank, None where the layer has none: router [E, H] and its bias [E], up [X, U, H] and its bias
+    [X, U], down [X, H, D] and its bias [X, H], the shared expert's up [V, H], down [H, W] and gate [1, H]."""
 
     router_EH: Tensor
     up_XUH: Tensor
     down_XHD: Tensor
     selection_bias_E: Tensor | None = None
+    router_bias_E: Tensor | None = None
+    up_bias_XU: Tensor | None = None
+    down_bias_XH: Tensor | None = None
+    shared_up_VH: Tensor | None = None
+    shared_down_HW: Tensor | None = None
+    shared_gate_1H: Tensor | None = None
 
 
 def unsupported(config: MoEConfig) -> list[str]:
@@ -80,52 +87,84 @@ def unsupported(config: MoEConfig) -> list[str]:
     out = []
     if config.dtype not in ("bfloat16", "float16"):
         out.append(f"dtype={config.dtype} (grouped_mm takes bfloat16 and float16)")
-    if config.activation not in ACTIVATIONS:
-        out.append(f"activation='{config.activation}'")
-    for name in ("expert_bias", "router_bias", "interleaved", "shared_gate"):
-        if getattr(config, name):
-            out.append(f"{name}=True")
-    if config.shared_intermediate:
-        out.append(f"shared_intermediate={config.shared_intermediate}")
-    if config.num_groups != 1:
-        out.append(f"num_groups={config.num_groups}")
-    if config.top_k_order != "after_scores":
-        out.append(f"top_k_order='{config.top_k_order}'")
     if config.capacity_factor is not None:
         out.append(f"capacity_factor={config.capacity_factor}")
     return out
 
 
-def gate(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """(expert_SK int64, weight_SK fp32), logits summed in fp32."""
-    if torch.is_grad_enabled() or not x_SH.is_cuda:
-        logits_SE = F.linear(x_SH.float(), weights.router_EH.float())
+def gate_scores(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """(logits, scores) [S, E] in fp32; the router's product sums in fp32."""
+    router = weights.router_EH
+    if torch.is_grad_enabled() or not x_SH.is_cuda or router.dtype != x_SH.dtype:
+        logits_SE = F.linear(x_SH.float(), router.float())
     else:
-        logits_SE = torch.mm(x_SH, weights.router_EH.t(), out_dtype=torch.float32)
-    scores_SE = logits_SE.softmax(-1) if config.scoring == "softmax" else logits_SE.sigmoid()
-    choice_SE = scores_SE if weights.selection_bias_E is None else scores_SE + weights.selection_bias_E
+        logits_SE = torch.mm(x_SH, router.t(), out_dtype=torch.float32)
+    if weights.router_bias_E is not None:
+        logits_SE = logits_SE + weights.router_bias_E.float()
+    return logits_SE, logits_SE.softmax(-1) if config.scoring == "softmax" else logits_SE.sigmoid()
+
+
+def gate(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """(expert_SK int64, weight_SK fp32)."""
+    logits_SE, scores_SE = gate_scores(x_SH, weights, config)
+    choice_SE = (logits_SE if config.top_k_order == "before_scores" else scores_SE).detach()
+    if weights.selection_bias_E is not None:
+        choice_SE = choice_SE + weights.selection_bias_E
+    if config.num_groups > 1:
+        choice_SE = choice_SE.masked_fill(~group_mask(choice_SE, config), float("-inf"))
     expert_SK = choice_SE.topk(config.top_k, dim=-1).indices
-    return expert_SK, weigh(scores_SE, expert_SK, config)
+    return expert_SK, weigh(logits_SE, scores_SE, expert_SK, config)
 
 
-def weigh(scores_SE: Tensor, expert_SK: Tensor, config: MoEConfig) -> Tensor:
+def weigh(logits_SE: Tensor, scores_SE: Tensor, expert_SK: Tensor, config: MoEConfig) -> Tensor:
     """Weights of chosen experts."""
-    weight_SK = scores_SE.gather(1, expert_SK)
+    if config.top_k_order == "before_scores":
+        chosen_SK = logits_SE.gather(1, expert_SK)
+        weight_SK = chosen_SK.softmax(-1) if config.scoring == "softmax" else chosen_SK.sigmoid()
+    else:
+        weight_SK = scores_SE.gather(1, expert_SK)
     if config.renormalize:
         weight_SK = weight_SK / weight_SK.sum(-1, keepdim=True).clamp_min(1e-20)
     return weight_SK * config.routed_scaling
 
 
+def activate(product_NU: Tensor, config: MoEConfig) -> Tensor:
+    """The activation on the first product: [N, 2D] or [N, D] -> [N, D], in the product's dtype."""
+    if not config.gated:
+        return ACTIVATIONS[config.activation](product_NU)
+    if config.interleaved:
+        gate_ND, up_ND = product_NU[:, 0::2], product_NU[:, 1::2]
+    else:
+        gate_ND, up_ND = product_NU.chunk(2, dim=1)
+    if config.activation == "clamped_swiglu":
+        gate_ND = gate_ND.clamp(max=config.clamp_limit)
+        up_ND = up_ND.clamp(-config.clamp_limit, config.clamp_limit)
+        return (up_ND + 1) * (gate_ND * torch.sigmoid(config.clamp_alpha * gate_ND))
+    return ACTIVATIONS[config.activation](gate_ND) * up_ND
+
+
 def feed_forward(rows_NH: Tensor, ends_X: Tensor, weights: ChainWeights, config: MoEConfig) -> Tensor:
     """All local experts over expert-major rows."""
     product = grouped_mm(rows_NH, weights.up_XUH.transpose(1, 2), ends_X)
-    act = ACTIVATIONS[config.activation]
-    if config.gated:
-        gate_ND, up_ND = product.split(config.intermediate, dim=1)
-        hidden_ND = act(gate_ND) * up_ND
-    else:
-        hidden_ND = act(product)
-    return grouped_mm(hidden_ND, weights.down_XHD.transpose(1, 2), ends_X)
+    expert_N = None
+    if weights.up_bias_XU is not None:
+        # rows in order of their expert: the expert of row n is the number of experts that end at or before n
+        row_N = torch.arange(rows_NH.shape[0], device=rows_NH.device, dtype=ends_X.dtype)
+        expert_N = torch.searchsorted(ends_X, row_N, right=True)
+        product = product + weights.up_bias_XU[expert_N]
+    out_NH = grouped_mm(activate(product, config), weights.down_XHD.transpose(1, 2), ends_X)
+    return out_NH if weights.down_bias_XH is None else out_NH + weights.down_bias_XH[expert_N]
+
+
+def shared_expert(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> Tensor | None:
+    """Output of the shared expert on this rank's tokens, or None."""
+    if weights.shared_up_VH is None or weights.shared_down_HW is None:
+        return None
+    product = F.linear(x_SH, weights.shared_up_VH)
+    out_SH = F.linear(activate(product, config.replace(interleaved=False)), weights.shared_down_HW)
+    if weights.shared_gate_1H is None:
+        return out_SH
+    return torch.sigmoid(F.linear(x_SH.float(), weights.shared_gate_1H.float())) * out_SH
 
 
 @dataclass
@@ -223,7 +262,9 @@ def compute(
     returned_NH = x_SH.new_zeros(tokens * k, x_SH.shape[1]).index_copy(0, routes.order_N, out_NH)
     if keep is not None:
         keep["returned"] = returned_NH
-    return (returned_NH.view(tokens, k, x_SH.shape[1]) * weight_SK.unsqueeze(-1)).sum(1).to(x_SH.dtype)
+    y_SH = (returned_NH.view(tokens, k, x_SH.shape[1]) * weight_SK.unsqueeze(-1)).sum(1)
+    shared_SH = shared_expert(x_SH, weights, config)
+    return (y_SH if shared_SH is None else y_SH + shared_SH).to(x_SH.dtype)
 
 
 def forward(x_SH: Tensor, weights: ChainWeights, config: MoEConfig, group: Any = None, ranks: int = 1) -> Tensor:
@@ -286,7 +327,17 @@ def group_of(layer: MoELayer) -> tuple[int, int, Any]:
 
 def layer_weights(layer: MoELayer) -> ChainWeights:
     """A layer's parameters as the chain takes them."""
-    return ChainWeights(layer.router.weight, layer.up_parameter, layer.down_proj, layer.router.selection_bias)
+    router, shared = layer.router, layer.shared_expert
+    return ChainWeights(
+        router.weight,
+        layer.up_parameter,
+        layer.down_proj,
+        router.selection_bias,
+        router.bias,
+        layer.up_bias_parameter,
+        layer.down_proj_bias,
+        *((None, None, None) if shared is None else (shared.up_proj, shared.down_proj, shared.gate)),
+    )
 
 
 def check_layer(layer: MoELayer, name: str, problems: Sequence[str]) -> None:

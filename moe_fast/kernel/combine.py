@@ -1,8 +1,9 @@
-"""Combine: y_s = sum over k, in k order, of weight[s, k] * result[s, k], in fp32, rounded once.
+"""Combine: y_s = sum over k, in k order, of weight[s, k] * result[s, k] (+ shared expert), in fp32, rounded once.
 
 The results of a token lie in its home rank's buffer, one row per choice, so no atomics decide an order and two runs
 give the same bits. A warp takes a token once the arrival counter of its token tile says that all rows are back. A token
-without a valid route becomes zero.
+without a valid route becomes zero. The shared expert's row comes last, with weight 1 or with the sigmoid of its gate,
+which is computed here: it needs nothing but the token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from moe_fast.kernel.gemm import LOG2E
 from moe_fast.kernel.shapes import TOKEN_TILE, KernelShape
 from moe_fast.kernel.signals import Args, Role, Wait, gmem, read, wait_reached
 from moe_ref.layout import return_row
@@ -35,6 +37,7 @@ def combine_vector(
     token: Int32,
     weight: cute.Tensor,
     valid: cute.Tensor,
+    shared_weight: Float32,
     inside: Int64,
     count: cutlass.Constexpr,
 ):
@@ -49,6 +52,10 @@ def combine_vector(
         for j in cutlass.range_constexpr(k.top_k):
             row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside + v * STEP_BYTES
             cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[v][j])
+    shared = [cute.make_rmem_tensor(VECTOR, dtype) for _ in range(count if k.shared_intermediate else 0)]
+    for v in cutlass.range_constexpr(len(shared)):
+        row = a.shared_rows + Int64(token) * row_bytes + inside + v * STEP_BYTES
+        cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), shared[v])
     for v in cutlass.range_constexpr(count):
         total = cute.make_rmem_tensor(VECTOR, Float32)
         total.fill(0.0)
@@ -56,10 +63,31 @@ def combine_vector(
             # a masked route's row was never written: it may hold anything, NaN included
             if valid[j] >= 0:
                 total.store(total.load() + parts[v][j].load().to(Float32) * weight[j])
+        if cutlass.const_expr(k.shared_intermediate > 0):
+            total.store(total.load() + shared[v].load().to(Float32) * shared_weight)
         out = cute.make_rmem_tensor(VECTOR, dtype)
         out.store(total.load().to(dtype))
         place = a.y + Int64(token) * row_bytes + inside + v * STEP_BYTES
         cute.autovec_copy(out, cute.make_tensor(gmem(place, dtype, 16), layout))
+
+
+@cute.jit
+def gate_of_shared(
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, token: Int32, lane: Int32
+) -> Float32:
+    """One warp: sigmoid(x w) of a token, the weight of the shared expert's row."""
+    row_bytes = k.hidden * k.element_size
+    layout = cute.make_layout(VECTOR)
+    x = cute.make_rmem_tensor(VECTOR, dtype)
+    w = cute.make_rmem_tensor(VECTOR, dtype)
+    total = Float32(0.0)
+    for inside in range(lane * 16, row_bytes, STEP_BYTES):
+        cute.autovec_copy(cute.make_tensor(gmem(a.x + Int64(token) * row_bytes + inside, dtype, 16), layout), x)
+        cute.autovec_copy(cute.make_tensor(gmem(a.shared_gate + Int64(inside), dtype, 16), layout), w)
+        for i in cutlass.range_constexpr(VECTOR):
+            total += x[i].to(Float32) * w[i].to(Float32)
+    total = cute.arch.warp_reduction_sum(total)
+    return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(total * Float32(-LOG2E)))
 
 
 @cute.jit
@@ -79,17 +107,24 @@ def combine_token(
     for j in cutlass.range_constexpr(k.top_k):
         weight[j] = cute.arch.shuffle_sync(scale, j)
         valid[j] = cute.arch.shuffle_sync(expert, j)
+    shared_weight = Float32(1.0)
+    if cutlass.const_expr(k.shared_gate):
+        shared_weight = gate_of_shared(k, dtype, a, token, lane)
     steps = k.hidden * k.element_size // STEP_BYTES
-    width = max(1, IN_FLIGHT // k.top_k)
+    width = max(1, IN_FLIGHT // (k.top_k + (1 if k.shared_intermediate else 0)))
     for v in cutlass.range(steps // width, unroll=1):
-        combine_vector(k, dtype, a, first, token, weight, valid, Int64(v * (width * STEP_BYTES) + lane * 16), width)
+        combine_vector(
+            k, dtype, a, first, token, weight, valid, shared_weight, Int64(v * (width * STEP_BYTES) + lane * 16), width
+        )
     if cutlass.const_expr(steps % width > 0):
         inside = steps // width * width * STEP_BYTES
-        combine_vector(k, dtype, a, first, token, weight, valid, Int64(inside + lane * 16), steps % width)
+        combine_vector(
+            k, dtype, a, first, token, weight, valid, shared_weight, Int64(inside + lane * 16), steps % width
+        )
     if cutlass.const_expr(k.hidden % (32 * VECTOR) > 0):
         tail = steps * STEP_BYTES + lane * 16
         if tail < row_bytes:
-            combine_vector(k, dtype, a, first, token, weight, valid, Int64(tail), 1)
+            combine_vector(k, dtype, a, first, token, weight, valid, shared_weight, Int64(tail), 1)
 
 
 @cute.jit

@@ -55,8 +55,10 @@ def copy_pair(
     vector = ir.VectorType.get([4], Int32.mlir_type)
     step = 32 * VECTOR_BYTES
     per_row, tail = divmod(k.hidden * k.element_size, step)
-    for first in cutlass.range_constexpr(0, per_row, IN_FLIGHT // 2):
-        width = min(IN_FLIGHT // 2, per_row - first)
+    # a tail needs registers of its own
+    in_flight = (IN_FLIGHT if tail == 0 else IN_FLIGHT - 2) // 2
+    for first in cutlass.range_constexpr(0, per_row, in_flight):
+        width = min(in_flight, per_row - first)
         near = [
             cute.arch.load(gmem(source0 + (first + i) * step, Int32, VECTOR_BYTES), vector, cop="cs")
             for i in range(width)

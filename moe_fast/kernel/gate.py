@@ -2,7 +2,8 @@
 
 A token tile's logits [128, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
 threads, 64 columns each. They turn into scores in place; K times the best column wins and is struck out. Ties go to the
-lower expert id. Scores and sums are fp32.
+lower expert id. Scores and sums are fp32. A choice that is limited to groups of experts strikes out the other groups
+first; a choice before the scores is one among the logits, of which only the K chosen become scores.
 
 Then the routes of the tile are ranked per expert in (token, choice) order: that rank, plus the routes of earlier tiles,
 is a route's place among all of this rank's routes to the expert. No atomics decide it, so it's the same in every run
@@ -19,7 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from moe_fast.kernel.plan import CONSUMERS, sync_consumers
 from moe_fast.kernel.shapes import MAX_TOP_K, TILE_ROWS, Counter, KernelShape, PlanWord, Status
-from moe_fast.kernel.signals import Args, add, read, side_counters, word, write
+from moe_fast.kernel.signals import Args, add, gmem, read, side_counters, word, write
 
 LOG2E = 1.4426950408889634
 NEGATIVE = -3.0e38
@@ -33,7 +34,10 @@ WEIGHTS = IDS + TILE_ROWS * MAX_TOP_K
 RANKS = WEIGHTS + TILE_ROWS * MAX_TOP_K
 COUNTS = RANKS + TILE_ROWS * MAX_TOP_K
 """[8 warps][E]"""
-SCRATCH_WORDS = COUNTS + 8 * 256
+SELECTION_BIAS = COUNTS + 8 * 256
+ROUTER_BIAS = SELECTION_BIAS + 256
+"""[E] each, fp32"""
+SCRATCH_WORDS = ROUTER_BIAS + 256
 
 
 @cute.jit
@@ -55,15 +59,51 @@ def exp(value):
     return cute.arch.exp2(value * LOG2E)
 
 
+def sigmoid(value):
+    """1 / (1 + e^-x)."""
+    return cute.arch.rcp_approx(Float32(1.0) + exp(-value))
+
+
+@cute.jit
+def stage_biases(
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, scratch: cute.Pointer, thread: Int32
+):
+    """Once per block: the biases of the gate to shared memory, where every thread looks each of them up many times."""
+    if cutlass.const_expr(k.selection_bias):
+        if thread < k.experts:
+            cute.arch.store(scratch + SELECTION_BIAS + thread, read(a.bias, thread))
+    if cutlass.const_expr(k.router_bias):
+        if thread < k.experts:
+            place = gmem(a.router_bias + Int64(thread) * (dtype.width // 8), dtype)
+            value = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
+            cute.arch.store(scratch + ROUTER_BIAS + thread, value.bitcast(Int32))
+    if cutlass.const_expr(k.selection_bias or k.router_bias):
+        sync_consumers()
+
+
+def staged(scratch: cute.Pointer, place, column):
+    """A staged bias of a column; beyond the last expert it is any number."""
+    return cute.arch.load(scratch + place + column, Int32).bitcast(Float32)
+
+
 @cute.jit
 def scores_in_place(
-    k: cutlass.Constexpr[KernelShape], logit: cute.Tensor, half: cutlass.Constexpr, quad: Int32
+    k: cutlass.Constexpr[KernelShape],
+    scratch: cute.Pointer,
+    logit: cute.Tensor,
+    half: cutlass.Constexpr,
+    quad: Int32,
 ) -> Int32:
-    """Turn one row's logits into scores; returns nonzero if a logit isn't finite. half: which of the thread's rows."""
+    """Turn one row's logits into what the choice is made among, scores as a rule; returns nonzero if a logit isn't
+    finite. half: which of the thread's rows."""
     groups = (k.experts + 7) // 8
     bad = Int32(0)
     top = Float32(NEGATIVE)
     for g in cutlass.range_constexpr(groups):
+        if cutlass.const_expr(k.router_bias):
+            for i in cutlass.range_constexpr(2):
+                v = g * 4 + half * 2 + i
+                logit[v] = logit[v] + staged(scratch, ROUTER_BIAS, g * 8 + quad * 2 + i)
         for i in cutlass.range_constexpr(2):
             v = g * 4 + half * 2 + i
             if cutlass.const_expr(g * 8 + 8 > k.experts):
@@ -73,7 +113,9 @@ def scores_in_place(
             if not (value - value == Float32(0.0)):
                 bad = Int32(1)
             top = cute.arch.fmax(top, value)
-    if cutlass.const_expr(k.scoring == "softmax"):
+    if cutlass.const_expr(k.top_k_order == "before_scores"):
+        pass
+    elif cutlass.const_expr(k.scoring == "softmax"):
         top = quad_max(top)
         total = Float32(0.0)
         for g in cutlass.range_constexpr(groups):
@@ -91,7 +133,7 @@ def scores_in_place(
         for g in cutlass.range_constexpr(groups):
             for i in cutlass.range_constexpr(2):
                 v = g * 4 + half * 2 + i
-                logit[v] = cute.arch.rcp_approx(Float32(1.0) + exp(-logit[v]))
+                logit[v] = sigmoid(logit[v])
     if cutlass.const_expr(k.experts % 8 != 0):
         for i in cutlass.range_constexpr(2):
             v = (groups - 1) * 4 + half * 2 + i
@@ -101,8 +143,94 @@ def scores_in_place(
 
 
 @cute.jit
+def best_groups(k: cutlass.Constexpr[KernelShape], group: cute.Tensor) -> Int32:
+    """Bits of the top_groups best of num_groups scores, ties to the lower group; overwrites the scores."""
+    kept = Int32(0)
+    for _ in cutlass.range(k.top_groups, unroll=1):
+        best = Float32(float("-inf"))
+        chosen = Int32(0)
+        for q in cutlass.range_constexpr(k.num_groups):
+            if group[q] > best:
+                best = group[q]
+                chosen = Int32(q)
+        kept = kept | (Int32(1) << chosen)
+        for q in cutlass.range_constexpr(k.num_groups):
+            if chosen == q:
+                group[q] = Float32(float("-inf"))
+    return kept
+
+
+@cute.jit
+def keep_best_groups(
+    k: cutlass.Constexpr[KernelShape], scratch: cute.Pointer, score: cute.Tensor, half: cutlass.Constexpr, quad: Int32
+):
+    """Strike out a row's experts outside its best groups.
+
+    A group's score is the best, or the sum of the best two, of what its experts are chosen by. Groups are runs of
+    E / G columns, so a block of eight columns may belong to several.
+    """
+    size = k.experts // k.num_groups
+    group = cute.make_rmem_tensor(k.num_groups, Float32)
+    for q in cutlass.range_constexpr(k.num_groups):
+        low, high = q * size, (q + 1) * size
+        first = Float32(NEGATIVE)
+        second = Float32(NEGATIVE)
+        for g in cutlass.range_constexpr(low // 8, (high + 7) // 8):
+            for i in cutlass.range_constexpr(2):
+                column = g * 8 + quad * 2 + i
+                key = score[g * 4 + half * 2 + i]
+                if cutlass.const_expr(k.selection_bias):
+                    key = key + staged(scratch, SELECTION_BIAS, column)
+                if cutlass.const_expr(g * 8 < low or g * 8 + 8 > high):
+                    if column < low or column >= high:
+                        key = Float32(NEGATIVE)
+                second = cute.arch.fmax(second, cute.arch.fmin(first, key))
+                first = cute.arch.fmax(first, key)
+        for d in cutlass.range_constexpr(2):
+            other_first = cute.arch.shuffle_sync_bfly(first, 1 << d)
+            other_second = cute.arch.shuffle_sync_bfly(second, 1 << d)
+            second = cute.arch.fmax(cute.arch.fmin(first, other_first), cute.arch.fmax(second, other_second))
+            first = cute.arch.fmax(first, other_first)
+        group[q] = first
+        if cutlass.const_expr(k.group_score == "top2_sum"):
+            group[q] = first + second
+    kept = best_groups(k, group)
+    for q in cutlass.range_constexpr(k.num_groups):
+        low, high = q * size, (q + 1) * size
+        if (kept >> q) & 1 == 0:
+            for g in cutlass.range_constexpr(low // 8, (high + 7) // 8):
+                for i in cutlass.range_constexpr(2):
+                    column = g * 8 + quad * 2 + i
+                    if column >= low and column < high:
+                        score[g * 4 + half * 2 + i] = Float32(NEGATIVE)
+
+
+@cute.jit
+def score_chosen(k: cutlass.Constexpr[KernelShape], chosen: cute.Pointer) -> Float32:
+    """One thread: turn the K chosen logits of a token (shared memory) into scores; returns their sum."""
+    top = Float32(NEGATIVE)
+    for j in cutlass.range_constexpr(k.top_k):
+        top = cute.arch.fmax(top, cute.arch.load(chosen + j, Int32).bitcast(Float32))
+    total = Float32(0.0)
+    for j in cutlass.range_constexpr(k.top_k):
+        score = cute.arch.load(chosen + j, Int32).bitcast(Float32)
+        if cutlass.const_expr(k.scoring == "softmax"):
+            score = exp(score - top)
+        else:
+            score = sigmoid(score)
+        total += score
+        cute.arch.store(chosen + j, score.bitcast(Int32))
+    if cutlass.const_expr(k.scoring == "softmax"):
+        for j in cutlass.range_constexpr(k.top_k):
+            score = cute.arch.load(chosen + j, Int32).bitcast(Float32)
+            cute.arch.store(chosen + j, (score / total).bitcast(Int32))
+        total = Float32(1.0)
+    return total
+
+
+@cute.jit
 def best_column(
-    k: cutlass.Constexpr[KernelShape], a: Args, score: cute.Tensor, half: cutlass.Constexpr, quad: Int32
+    k: cutlass.Constexpr[KernelShape], scratch: cute.Pointer, score: cute.Tensor, half: cutlass.Constexpr, quad: Int32
 ) -> tuple[Int32, Float32]:
     """The best column of a row that isn't struck out yet, and its score; strikes it out."""
     groups = (k.experts + 7) // 8
@@ -115,7 +243,7 @@ def best_column(
             key = here
             if cutlass.const_expr(k.selection_bias):
                 if here > Float32(NEGATIVE):
-                    key = here + read(a.bias, g * 8 + quad * 2 + i, Float32)
+                    key = here + staged(scratch, SELECTION_BIAS, g * 8 + quad * 2 + i)
             if key > best:
                 best = key
                 weight = here
@@ -137,19 +265,26 @@ def best_column(
 
 @cute.jit
 def choose(
-    k: cutlass.Constexpr[KernelShape], a: Args, logits: cute.Tensor, tile: Int32, scratch: cute.Pointer, thread: Int32
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    logits: cute.Tensor,
+    tile: Int32,
+    scratch: cute.Pointer,
+    thread: Int32,
 ):
     """Epilogue of the gate's product: scores and top-k of the 128 tokens of a tile; ids and weights to memory."""
     quad = thread % 4
     for half in cutlass.range_constexpr(2):
         row = thread // 32 * 16 + thread % 32 // 4 + half * 8
-        bad = scores_in_place(k, logits, half, quad)
+        bad = scores_in_place(k, scratch, logits, half, quad)
         inside = tile * TILE_ROWS + row < a.tokens
         if bad != 0 and inside:
             cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu")
+        if cutlass.const_expr(k.num_groups > 1):
+            keep_best_groups(k, scratch, logits, half, quad)
         total = Float32(0.0)
         for j in cutlass.range(k.top_k, unroll=1):
-            column, weight = best_column(k, a, logits, half, quad)
+            column, weight = best_column(k, scratch, logits, half, quad)
             total += weight
             if quad == 0:
                 # a row of NaNs has no best column
@@ -158,6 +293,8 @@ def choose(
                 cute.arch.store(scratch + IDS + row * k.top_k + j, column)
                 cute.arch.store(scratch + WEIGHTS + row * k.top_k + j, weight.bitcast(Int32))
         if quad == 0:
+            if cutlass.const_expr(k.top_k_order == "before_scores"):
+                total = score_chosen(k, scratch + WEIGHTS + row * k.top_k)
             factor = Float32(k.routed_scaling)
             if cutlass.const_expr(k.renormalize):
                 factor = factor / cute.arch.fmax(total, Float32(TINY))

@@ -6,6 +6,9 @@ rows: neighbours, or for the first product of a gated layer the gate's rows and 
 of the first half and column c of the second lie in the same thread's accumulators, so a gated activation needs no
 exchange and reads the rows once.
 
+A bias of the task's 256 columns comes with the first stage, into one of two small buffers: the loader is never more
+than one task ahead of the consumers (it has their next task word only when they have done with the last).
+
 Stage barriers count in a running number: stage = count % STAGES, phase = count // STAGES % 2.
 """
 
@@ -70,6 +73,26 @@ def load_product(
 
 
 @cute.jit
+def load_bias(
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    atom: cute.CopyAtom,
+    first_half: cute.Tensor,
+    second_half: cute.Tensor,
+    smem: cute.Tensor,
+    buffer: Int32,
+):
+    """The whole loader warp adds the bias of a task to its first stage, which `load_product` then fills."""
+    stage = count % STAGES
+    cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_expect_tx(full + stage, TILE_COLUMNS * 2)
+    cute.copy(atom, first_half, smem[(None, buffer * 2)], tma_bar_ptr=full + stage)
+    cute.copy(atom, second_half, smem[(None, buffer * 2 + 1)], tma_bar_ptr=full + stage)
+
+
+@cute.jit
 def load_logits(
     k: cutlass.Constexpr[KernelShape],
     full: cute.Pointer,
@@ -87,12 +110,16 @@ def load_logits(
     The router's stages are as narrow as it is, so they share memory with other stages of tasks. That is safe: a task
     begins only after the plan, and the plan only after every token tile's logits are computed.
     """
-    for step in range(k.depth0):
+    for step in range(k.gate_depth):
         stage = count % STAGES
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + k.gate_columns) * TILE_K * 2)
-        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
+        part = step
+        if cutlass.const_expr(k.fp32_router):
+            # the router's parts stand side by side; each meets the whole token
+            part = step % k.depth0
+        cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
         cute.copy(router_atom, router[(None, step)], router_smem[(None, stage)], tma_bar_ptr=full + stage)
         count += 1
     return count
@@ -170,6 +197,25 @@ def gelu(x):
     return cute.arch.fmax(x, Float32(0.0)) - size * q
 
 
+def clamped_swiglu(k: KernelShape, gate, up):
+    """gpt-oss' gate: with g = min(gate, L) and u = clamp(up, -L, L) it is (u + 1) * g * sigmoid(alpha g)."""
+    limit = Float32(k.clamp_limit)
+    gate = cute.arch.fmin(gate, limit)
+    up = cute.arch.fmax(cute.arch.fmin(up, limit), Float32(-k.clamp_limit))
+    scale = cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(gate * Float32(-LOG2E * k.clamp_alpha)))
+    return (up + Float32(1.0)) * (gate * scale)
+
+
+def bias_at(dtype, bias: cute.Pointer, column, count: int):
+    """fp32 values of `count` neighbouring columns of a task's bias in shared memory."""
+    place = cute.make_ptr(
+        dtype, (bias + column).toint(), cute.AddressSpace.smem, assumed_align=count * dtype.width // 8
+    )
+    values = cute.make_rmem_tensor(count, dtype)
+    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(count)), values)
+    return values.load().to(Float32)
+
+
 def activate(name: str, x):
     """The activation of one fp32 value, in fp32."""
     if name == "relu":
@@ -181,9 +227,7 @@ def activate(name: str, x):
 
 @cute.jit
 def store_chunks(
-    name: cutlass.Constexpr,
-    chunks: cutlass.Constexpr,
-    gated: cutlass.Constexpr,
+    k: cutlass.Constexpr[KernelShape],
     dtype: cutlass.Constexpr,
     group: Int32,
     parity: Int32,
@@ -193,12 +237,16 @@ def store_chunks(
     full: cute.Pointer,
     empty: cute.Pointer,
     packed: cute.Tensor,
+    bias: cute.Pointer,
+    thread: Int32,
 ):
-    """A consumer warpgroup writes its 64 rows, 64 columns at a time, into its two buffers for the storer.
+    """A consumer warpgroup applies the activation and writes its 64 rows, 64 columns at a time, into its two buffers
+    for the storer.
 
-    name: activation, or None for the second product. parity: how many pairs of chunks this warpgroup has written
-    before, for the phase of the buffer barriers.
+    parity: how many pairs of chunks this warpgroup has written before, for the phase of the buffer barriers. bias: of
+    the task's columns (layers with biases). A thread holds columns 8 g + 2 (lane % 4) + {0, 1} of two rows.
     """
+    chunks = HALF_COLUMNS // CHUNK if k.gated else TILE_COLUMNS // CHUNK
     count = cute.size(packed)
     second = HALF_COLUMNS // CHUNK * count
     values = cute.make_rmem_tensor(PIECE, Float32)
@@ -206,12 +254,30 @@ def store_chunks(
         buffer = c % 2
         # rounded piece by piece: a whole chunk in fp32 beside the accumulators would not fit into the registers
         for p in cutlass.range_constexpr(0, count, PIECE):
+            first_bias, second_bias = None, None
+            if cutlass.const_expr(k.expert_bias):
+                column = c * CHUNK + p // PIECE * 8 + thread % 4 * 2
+                if cutlass.const_expr(k.interleaved):
+                    both = bias_at(dtype, bias, column * 2, 4)
+                    first_bias, second_bias = (both[0], both[2]), (both[1], both[3])
+                else:
+                    first_bias = bias_at(dtype, bias, column, 2)
+                    if cutlass.const_expr(k.gated):
+                        second_bias = bias_at(dtype, bias, column + HALF_COLUMNS, 2)
             for v in cutlass.range_constexpr(PIECE):
                 value = acc[c * count + p + v]
-                if cutlass.const_expr(name is not None):
-                    value = activate(name, value)
-                    if cutlass.const_expr(gated):
-                        value = value * acc[second + c * count + p + v]
+                if cutlass.const_expr(k.expert_bias):
+                    value = value + first_bias[v % 2]
+                if cutlass.const_expr(k.gated):
+                    up = acc[second + c * count + p + v]
+                    if cutlass.const_expr(k.expert_bias):
+                        up = up + second_bias[v % 2]
+                    if cutlass.const_expr(k.activation == "clamped_swiglu"):
+                        value = clamped_swiglu(k, value, up)
+                    else:
+                        value = activate(k.activation, value) * up
+                else:
+                    value = activate(k.activation, value)
                 values[v] = value
             piece = cute.make_tensor(packed.iterator + p, cute.make_layout(PIECE))
             piece.store(values.load().to(dtype))
@@ -250,6 +316,7 @@ def return_rows(
     memory: cute.Pointer,
     empty: cute.Pointer,
     packed: cute.Tensor,
+    bias: cute.Pointer,
     thread: Int32,
 ):
     """A consumer warp sends its 16 rows of a GEMM1 tile home: 256 columns to row (token, k) of each row's source rank.
@@ -270,8 +337,14 @@ def return_rows(
         cute.arch.mbarrier_wait(empty + (group * 2 + buffer), (parity & 1) ^ 1)
     for c in cutlass.range_constexpr(TILE_COLUMNS // CHUNK):
         for p in cutlass.range_constexpr(0, count, PIECE):
+            here = None
+            if cutlass.const_expr(k.expert_bias):
+                here = bias_at(dtype, bias, c * CHUNK + p // PIECE * 8 + thread % 4 * 2, 2)
             for v in cutlass.range_constexpr(PIECE):
-                values[v] = acc[c * count + p + v]
+                value = acc[c * count + p + v]
+                if cutlass.const_expr(k.expert_bias):
+                    value = value + here[v % 2]
+                values[v] = value
             piece = cute.make_tensor(packed.iterator + p, cute.make_layout(PIECE))
             piece.store(values.load().to(dtype))
         cute.copy(copy, packed, buffers[(None, None, None, c % 2)])

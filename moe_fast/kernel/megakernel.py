@@ -31,6 +31,7 @@ from moe_fast.kernel.combine import combine
 from moe_fast.kernel.dispatch import push_first, push_rest, wait_list
 from moe_fast.kernel.gemm import (
     home_address,
+    load_bias,
     load_logits,
     load_product,
     multiply,
@@ -53,6 +54,8 @@ from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import (
     CHUNK,
     HALF_COLUMNS,
+    ROUTER_PARTS,
+    SHARED_SLOT,
     STAGES,
     THREADS,
     TILE_COLUMNS,
@@ -66,15 +69,18 @@ from moe_fast.kernel.signals import (
     EPOCH,
     EXITED,
     Args,
+    Operands,
     Phase,
     Role,
     Wait,
     aborted,
+    add,
     done_word,
     fetch_add,
     gmem,
     note,
     read,
+    shared_done,
     side_counters,
     wait_reached,
     write,
@@ -96,20 +102,28 @@ class MegaKernel:
         self.dtype = DTYPES[shape.dtype]
 
     @cute.jit
-    def __call__(
-        self, a: Args, router: Int64, first: Int64, second: Int64, hidden: Int64, slots: Int32, grid: Int32,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Launch. router [E, H]; first [slots, up_rows, H]; second [slots, H, D]; hidden [R, D]; all of dtype."""
+    def __call__(self, a: Args, w: Operands, slots: Int32, grid: Int32, stream: cuda.CUstream):
+        """Launch.
+
+        router [E, H], one of fp32 as [E, 3 H]: three summands; first [slots, up_rows, H] and bias [slots, up_rows];
+        second [slots, H, D] and bias [slots, H]; hidden [R, D]; of a shared expert of width W first [2 W or W, H],
+        second [H, W] and hidden [S, W]. All of dtype.
+        """
         k, dtype = self.shape, self.dtype
         H, D, U = k.hidden, k.intermediate, k.up_rows
         tokens = max(a.tokens, Int32(1))
         mX = cute.make_tensor(gmem(a.x, dtype, 16), cute.make_layout((tokens, H), stride=(H, 1)))
-        mRouter = cute.make_tensor(gmem(router, dtype, 16), cute.make_layout((k.experts, H), stride=(H, 1)))
+        HR = H * ROUTER_PARTS if k.fp32_router else H
+        mRouter = cute.make_tensor(gmem(w.router, dtype, 16), cute.make_layout((k.experts, HR), stride=(HR, 1)))
         mRows = cute.make_tensor(gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * 2, H), stride=(H, 1)))
-        mHidden = cute.make_tensor(gmem(hidden, dtype, 128), cute.make_layout((a.rows, D), stride=(D, 1)))
-        mFirst = cute.make_tensor(gmem(first, dtype, 16), cute.make_layout((U, H, slots), stride=(H, 1, U * H)))
-        mSecond = cute.make_tensor(gmem(second, dtype, 16), cute.make_layout((H, D, slots), stride=(D, 1, H * D)))
+        mHidden = cute.make_tensor(gmem(w.hidden, dtype, 128), cute.make_layout((a.rows, D), stride=(D, 1)))
+        if cutlass.const_expr(k.interleaved):
+            # gate and up rows in turn: two matrices whose rows are 2 H apart
+            first_layout = cute.make_layout((D, H, 2, slots), stride=(2 * H, 1, H, U * H))
+        else:
+            first_layout = cute.make_layout((U, H, slots), stride=(H, 1, U * H))
+        mFirst = cute.make_tensor(gmem(w.first, dtype, 16), first_layout)
+        mSecond = cute.make_tensor(gmem(w.second, dtype, 16), cute.make_layout((H, D, slots), stride=(D, 1, H * D)))
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         lA = cute.tile_to_shape(atom, (TILE_ROWS, TILE_K, STAGES), order=(0, 1, 2))
@@ -129,6 +143,28 @@ class MegaKernel:
         aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box)
         aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box)
         aOut, tOut = cpasync.make_tiled_tma_atom(store, mHidden, lC1, chunk_box)
+        lBias = cute.make_layout((HALF_COLUMNS, 1, 4), stride=(1, HALF_COLUMNS, HALF_COLUMNS))
+        bias, shared = (), ()
+        if cutlass.const_expr(k.expert_bias):
+            lBias1, bias_box = cute.slice_(lBias, (None, None, 0)), (HALF_COLUMNS, 1)
+            for address, columns in ((w.first_bias, U), (w.second_bias, H)):
+                mBias = cute.make_tensor(
+                    gmem(address, dtype, 16), cute.make_layout((columns, slots), stride=(1, columns))
+                )
+                bias += (*cpasync.make_tiled_tma_atom(load, mBias, lBias1, bias_box),)
+        if cutlass.const_expr(k.shared_intermediate > 0):
+            W = k.shared_intermediate
+            V = 2 * W if k.gated else W
+            mSharedFirst = cute.make_tensor(gmem(w.shared_first, dtype, 16), cute.make_layout((V, H), stride=(H, 1)))
+            mSharedSecond = cute.make_tensor(gmem(w.shared_second, dtype, 16), cute.make_layout((H, W), stride=(W, 1)))
+            token_rows = ceil_div(tokens, TILE_ROWS) * TILE_ROWS
+            mSharedHidden = cute.make_tensor(
+                gmem(w.shared_hidden, dtype, 128), cute.make_layout((token_rows, W), stride=(W, 1))
+            )
+            shared += (*cpasync.make_tiled_tma_atom(load, mSharedFirst, lB1, half_box),)
+            shared += (*cpasync.make_tiled_tma_atom(load, mSharedSecond, lB1, half_box),)
+            shared += (*cpasync.make_tiled_tma_atom(load, mSharedHidden, lA1, rows_box),)
+            shared += (*cpasync.make_tiled_tma_atom(store, mSharedHidden, lC1, chunk_box),)
 
         @cute.struct
         class Shared:
@@ -141,6 +177,7 @@ class MegaKernel:
             sent: cute.struct.MemRange[Int64, 1]
             peers: cute.struct.MemRange[Int64, k.ranks]
             slot: cute.struct.MemRange[Int64, 1]
+            sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * 2 if k.expert_bias else 0], 128]
             sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lA)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lB)], 1024]
             sC: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lC)], 1024]
@@ -148,7 +185,7 @@ class MegaKernel:
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            lA, lB, lBh, lG, lC, lCs,
+            bias, shared, lA, lB, lBh, lG, lC, lCs, lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -157,11 +194,15 @@ class MegaKernel:
         aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
-        aOut: cute.CopyAtom, tOut: cute.Tensor,
+        aOut: cute.CopyAtom, tOut: cute.Tensor, bias: tuple, shared: tuple,
         lA: cute.ComposedLayout, lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
-        lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout,
+        lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
     ):  # fmt: skip
-        """Hand out the roles; leave together."""
+        """Hand out the roles; leave together.
+
+        bias: atoms and tensors of the biases of both products; shared: of the shared expert's first and second weight,
+        hidden to load and hidden to store; both empty for a layer without.
+        """
         k = self.shape
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -182,7 +223,7 @@ class MegaKernel:
         chunk_full, chunk_empty = s.chunk_full.data_ptr(), s.chunk_empty.data_ptr()
         sent, slot = s.sent.data_ptr(), s.slot.data_ptr()
         if warp_id == 0:
-            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut):
+            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut, *bias[::2], *shared[::2]):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
@@ -205,6 +246,7 @@ class MegaKernel:
         sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
         sC = s.sC.get_tensor(lC.outer, swizzle=lC.inner)
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
+        sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
         token_tiles = ceil_div(a.tokens, TILE_ROWS)
 
@@ -214,15 +256,15 @@ class MegaKernel:
                 if warp_id == 0:
                     self.load(
                         a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond,
-                        sA, sBh, sG, ab_full, ab_empty, slot, word_full, word_empty, side, block, processors,
-                        token_tiles,
+                        bias, shared, sA, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slot, word_full,
+                        word_empty, side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
                         dispatch_words(k, a, side, slot, word_full, word_empty, block, processors)
                 elif warp_id == 2:
                     self.store(
-                        a, aOut, tOut, sCs, chunk_full, chunk_empty, sent, slot, word_full, word_empty, side,
+                        a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slot, word_full, word_empty, side,
                         block, lane,
                     )  # fmt: skip
                 else:
@@ -237,7 +279,7 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
-                a, sA, sB, sG, sC, s.sC.data_ptr(), s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full,
+                a, sA, sB, sG, sC, s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full,
                 chunk_empty, sent, slot, word_full, word_empty, epoch, side, block, blocks, processors, token_tiles,
                 thread - 128,
             )  # fmt: skip
@@ -268,8 +310,9 @@ class MegaKernel:
     def load(
         self, a: Args, aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
-        aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
-        sA: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
+        aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor, bias: tuple,
+        shared: tuple, sA: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor, sBias: cute.Tensor,
+        full: cute.Pointer, empty: cute.Pointer,
         slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer,
         side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
     ):  # fmt: skip
@@ -289,8 +332,13 @@ class MegaKernel:
             )
         # A gated task takes gate rows and up rows, D apart: the up rows are the same tensor seen from row D on. Rows
         # beyond the matrix are zeros (TMA), columns beyond D are not stored.
-        tUp = cute.domain_offset((k.intermediate, 0, 0), tFirst) if cutlass.const_expr(k.gated) else tFirst
-        for atom, tensor in ((aFirst, tFirst), (aFirst, tUp), (aSecond, tSecond)):
+        # Interleaved rows are two matrices in one tensor already.
+        tGate, tUp = tFirst, tFirst
+        if cutlass.const_expr(k.interleaved):
+            tGate, tUp = tFirst[(None, None, 0, None)], tFirst[(None, None, 1, None)]
+        elif cutlass.const_expr(k.gated):
+            tUp = cute.domain_offset((k.intermediate, 0, 0), tFirst)
+        for atom, tensor in ((aFirst, tGate), (aFirst, tUp), (aSecond, tSecond)):
             tiled = cute.local_tile(tensor, (HALF_COLUMNS, TILE_K), (None, None, None))
             pairs.append(
                 cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2))
@@ -304,6 +352,40 @@ class MegaKernel:
             (_, gUp),
             (sSecond, gSecond),
         ) = pairs
+        if cutlass.const_expr(k.expert_bias):
+            aFirstBias, tFirstBias, aSecondBias, tSecondBias = bias
+            tUpBias = tFirstBias
+            if cutlass.const_expr(k.gated and not k.interleaved):
+                tUpBias = cute.domain_offset((k.intermediate, 0), tFirstBias)
+            pairs = []
+            for atom, tensor in ((aFirstBias, tFirstBias), (aFirstBias, tUpBias), (aSecondBias, tSecondBias)):
+                tiled = cute.local_tile(tensor, (HALF_COLUMNS, 1), (None, None))
+                pairs.append(
+                    cpasync.tma_partition(atom, 0, one, cute.group_modes(sBias, 0, 2), cute.group_modes(tiled, 0, 2))
+                )
+            (sFirstBias, gFirstBias), (_, gUpBias), (sSecondBias, gSecondBias) = pairs
+        if cutlass.const_expr(k.shared_intermediate > 0):
+            aSharedFirst, tSharedFirst, aSharedSecond, tSharedSecond, aSharedHidden, tSharedHidden, _, _ = shared
+            tSharedUp = tSharedFirst
+            if cutlass.const_expr(k.gated):
+                tSharedUp = cute.domain_offset((k.shared_intermediate, 0), tSharedFirst)
+            pairs = []
+            for atom, tensor, rows, smem in (
+                (aSharedFirst, tSharedFirst, HALF_COLUMNS, sBh),
+                (aSharedFirst, tSharedUp, HALF_COLUMNS, sBh),
+                (aSharedSecond, tSharedSecond, HALF_COLUMNS, sBh),
+                (aSharedHidden, tSharedHidden, TILE_ROWS, sA),
+            ):
+                tiled = cute.local_tile(tensor, (rows, TILE_K), (None, None))
+                pairs.append(
+                    cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2))
+                )
+            (
+                (sSharedFirst, gSharedFirst),
+                (_, gSharedUp),
+                (sSharedSecond, gSharedSecond),
+                (sSharedHidden, gSharedHidden),
+            ) = pairs
 
         count = Int32(0)
         if a.given == 0:
@@ -323,35 +405,73 @@ class MegaKernel:
             go = kind != STOP
             if go:
                 expert = Int32(task_slot(word))
-                if kind == GEMM0:
-                    wait_reached(
-                        arrived, row_tile, read(targets, row_tile), a, Role.LOADER, Wait.ARRIVED, row_tile, "sys"
-                    )
-                    cute.arch.fence_proxy("async")
-                    if cutlass.const_expr(k.gated):
+                low, high = column * 2, column * 2 + 1
+                if cutlass.const_expr(k.gated):
+                    if kind == GEMM0:
                         low, high = column, column
+                if cutlass.const_expr(k.expert_bias):
+                    # the shared expert's slot lies outside the tensors: TMA brings zeros
+                    if kind == GEMM0:
+                        first, second = low, high
+                        if cutlass.const_expr(k.interleaved):
+                            first, second = column * 2, column * 2 + 1
+                        load_bias(
+                            full, empty, count, aFirstBias, gFirstBias[(None, first, expert)],
+                            gUpBias[(None, second, expert)], sFirstBias, number & 1,
+                        )  # fmt: skip
                     else:
-                        low, high = column * 2, column * 2 + 1
-                    count = load_product(
-                        k.depth0, full, empty, count,
-                        aRows, gRows[(None, side * (a.rows // TILE_ROWS) + row_tile, None)], sRows,
-                        aFirst, gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst,
-                    )  # fmt: skip
-                else:
-                    wait_reached(
-                        counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile, "gpu"
-                    )
-                    cute.arch.fence_proxy("async")
-                    count = load_product(
-                        k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
-                        gSecond[(None, column * 2, None, expert)], gSecond[(None, column * 2 + 1, None, expert)],
-                        sSecond,
-                    )  # fmt: skip
+                        load_bias(
+                            full, empty, count, aSecondBias, gSecondBias[(None, low, expert)],
+                            gSecondBias[(None, high, expert)], sSecondBias, number & 1,
+                        )  # fmt: skip
+                routed = Boolean(True)
+                if cutlass.const_expr(k.shared_intermediate > 0):
+                    routed = expert != SHARED_SLOT
+                    if not routed:
+                        if kind == GEMM0:
+                            # a token tile is read where it is, nobody has to send it
+                            count = load_product(
+                                k.depth0, full, empty, count, aX, gX[(None, row_tile, None)], sX,
+                                aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
+                                sSharedFirst,
+                            )  # fmt: skip
+                        else:
+                            wait_reached(
+                                counters, shared_done(a, row_tile), Int32(k.shared_columns0), a, Role.LOADER,
+                                Wait.HIDDEN, row_tile, "gpu",
+                            )  # fmt: skip
+                            cute.arch.fence_proxy("async")
+                            count = load_product(
+                                k.shared_depth1, full, empty, count, aSharedHidden,
+                                gSharedHidden[(None, row_tile, None)], sSharedHidden, aSharedSecond,
+                                gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
+                            )  # fmt: skip
+                if routed:
+                    if kind == GEMM0:
+                        wait_reached(
+                            arrived, row_tile, read(targets, row_tile), a, Role.LOADER, Wait.ARRIVED, row_tile, "sys"
+                        )
+                        cute.arch.fence_proxy("async")
+                        count = load_product(
+                            k.depth0, full, empty, count,
+                            aRows, gRows[(None, side * (a.rows // TILE_ROWS) + row_tile, None)], sRows,
+                            aFirst, gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst,
+                        )  # fmt: skip
+                    else:
+                        wait_reached(
+                            counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile,
+                            "gpu",
+                        )  # fmt: skip
+                        cute.arch.fence_proxy("async")
+                        count = load_product(
+                            k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
+                            gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)], sSecond,
+                        )  # fmt: skip
             number += 1
 
     @cute.jit
     def store(
-        self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, sCs: cute.Tensor,
+        self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, shared: tuple, sCs: cute.Tensor,
         full: cute.Pointer, empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
         word_empty: cute.Pointer, side: Int32, block: Int32, lane: Int32,
     ):  # fmt: skip
@@ -362,6 +482,11 @@ class MegaKernel:
         sOut, gOut = cpasync.tma_partition(aOut, 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2))
         chunks = 2 if cutlass.const_expr(k.gated) else 4
         whole = k.intermediate % (chunks * CHUNK) == 0
+        if cutlass.const_expr(k.shared_intermediate > 0):
+            tiled = cute.local_tile(shared[7], (64, CHUNK), (None, None))
+            _, gShared = cpasync.tma_partition(
+                shared[6], 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2)
+            )
         number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(True)
         while go:
@@ -369,6 +494,9 @@ class MegaKernel:
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
+                routed = Boolean(True)
+                if cutlass.const_expr(k.shared_intermediate > 0):
+                    routed = Int32(task_slot(word)) != SHARED_SLOT
                 start = Int64(0)
                 if cutlass.const_expr(k.trace):
                     if kind == GEMM0:
@@ -382,11 +510,17 @@ class MegaKernel:
                             barrier = q * 2 + c % 2
                             cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
                             # columns beyond D are computed but not stored
-                            if whole or column * chunks + c < k.intermediate // CHUNK:
+                            if routed and (whole or column * chunks + c < k.intermediate // CHUNK):
                                 cute.copy(
                                     aOut, sOut[(None, q + 2 * (c % 2))],
                                     gOut[(None, row_tile * 2 + q, column * chunks + c)],
                                 )  # fmt: skip
+                            if cutlass.const_expr(k.shared_intermediate > 0):
+                                if not routed and column * chunks + c < k.shared_depth1:
+                                    cute.copy(
+                                        shared[6], sOut[(None, q + 2 * (c % 2))],
+                                        gShared[(None, row_tile * 2 + q, column * chunks + c)],
+                                    )  # fmt: skip
                             cute.arch.cp_async_bulk_commit_group()
                             if cutlass.const_expr(c * 2 + q > 0):
                                 before = c * 2 + q - 1
@@ -403,11 +537,14 @@ class MegaKernel:
                     cute.arch.fence_proxy("async")
                     cute.arch.sync_warp()
                     if lane == 0:
-                        release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
+                        if routed:
+                            release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
+                        else:
+                            add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
                     parity += chunks // 2
                 else:
                     cute.arch.mbarrier_wait(sent, returns & 1)
-                    count_returned(k, a, side, row_tile, filled_rows(word), lane)
+                    count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
                     returns += 1
                 if cutlass.const_expr(k.trace):
                     if lane == 0:
@@ -440,7 +577,8 @@ class MegaKernel:
     @cute.jit
     def consume(
         self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, memory: cute.Pointer,
-        peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, chunk_full: cute.Pointer,
+        sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
+        chunk_full: cute.Pointer,
         chunk_empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
         word_empty: cute.Pointer, epoch: Int32, side: Int32, block: Int32, blocks: Int32, processors: Int32,
         token_tiles: Int32, thread: Int32,
@@ -471,10 +609,13 @@ class MegaKernel:
 
         # who goes where
         if block < processors:
+            gate.stage_biases(k, dtype, a, scratch, thread)
             for tile in range(block, token_tiles, processors):
                 start = self.now()
                 if a.given == 0:
-                    count = multiply(dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.depth0))
+                    count = multiply(
+                        dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
+                    )
                     gate.choose(k, a, logits, tile, scratch, thread)
                 else:
                     gate.take_given(k, a, tile, scratch, thread)
@@ -516,12 +657,17 @@ class MegaKernel:
                 depth = Int32(k.depth1)
                 if kind == GEMM0:
                     depth = Int32(k.depth0)
+                routed = Boolean(True)
+                if cutlass.const_expr(k.shared_intermediate > 0):
+                    routed = Int32(task_slot(word)) != SHARED_SLOT
+                    if kind != GEMM0 and not routed:
+                        depth = Int32(k.shared_depth1)
                 filled = filled_rows(word)
                 # the wait for the first operands is not work
                 cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
                 start = self.now()
                 home = Int32(0)
-                if kind != GEMM0:
+                if kind != GEMM0 and routed:
                     # Asked for now, when the rows and their homes have arrived for sure, and first looked at after the
                     # product: a thread that used it here would hold its product up for the time of a load.
                     home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + warp_id * 16 + lane % 16)
@@ -531,15 +677,20 @@ class MegaKernel:
                     count = pass_over(full, empty, count, depth)
                 if kind == GEMM0:
                     store_chunks(
-                        k.activation, 2 if k.gated else 4, k.gated, dtype, group, parity, flat, copy, buffers,
-                        chunk_full, chunk_empty, packed,
+                        k, dtype, group, parity, flat, copy, buffers, chunk_full, chunk_empty, packed,
+                        sBias + (number & 1) * TILE_COLUMNS, thread,
                     )  # fmt: skip
                     parity += 1 if k.gated else 2
                 else:
-                    address = home_address(k, a, side, home, warp_id * 16 + lane % 16 < filled, peers)
+                    row = warp_id * 16 + lane % 16
+                    address = home_address(k, a, side, home, row < filled and routed, peers)
+                    if cutlass.const_expr(k.shared_intermediate > 0):
+                        if row < filled and not routed:
+                            token = Int64(row_tile * TILE_ROWS + row)
+                            address = a.shared_rows + token * (k.hidden * k.element_size)
                     return_rows(
                         k, dtype, address, column, group, parity, flat, copy, buffers, memory, chunk_empty, packed,
-                        thread,
+                        sBias + (number & 1) * TILE_COLUMNS, thread,
                     )  # fmt: skip
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():

@@ -267,6 +267,9 @@ def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
         part = tile * (TILE_ROWS // TOKEN_TILE) + thread // TOKEN_TILE
         if thread % TOKEN_TILE == 0 and part * TOKEN_TILE < a.tokens:
             targets = a.back_target + Int64(side * a.token_tiles) * 4
+            if cutlass.const_expr(k.shared_intermediate > 0):
+                # and one row of the shared expert for every token
+                valid += min(a.tokens - part * TOKEN_TILE, Int32(TOKEN_TILE))
             write(targets, part, next_target(read(targets, part), valid * k.columns1))
 
 

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.plan import wait_plan
-from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_ticket
+from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
 from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, TOKEN_TILE, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     Args,
@@ -26,7 +26,8 @@ from moe_fast.kernel.signals import (
     read,
     side_counters,
 )
-from moe_ref.runtime.encoding import NONE, SLOT_SHIFT, STOP, task_column_tile, task_kind, task_row_tile
+from moe_ref.layout import ceil_div
+from moe_ref.runtime.encoding import GEMM0, GEMM1, NONE, SLOT_SHIFT, STOP, task_column_tile, task_kind, task_row_tile
 
 READERS = 10
 """Warps that read each task word."""
@@ -64,11 +65,21 @@ def dispatch_words(
     processor: Int32,
     processors: Int32,
 ):
-    """The dispatcher, one thread: fetch task words until the stop word."""
+    """The dispatcher, one thread: fetch task words until the stop word.
+
+    A shared expert's tasks depend on no other rank: its first products come before all routed tasks, while rows are on
+    their way here, its second ones after them, while results are on their way home.
+    """
     ok = wait_plan(a, side, Role.DISPATCHER)
     row_tiles = Int32(0)
+    token_tiles = Int32(0)
     if ok:
         row_tiles = read(a.plan, PlanWord.ROW_TILES)
+        if cutlass.const_expr(k.shared_intermediate > 0):
+            if read(a.plan, PlanWord.USABLE) != 0:
+                token_tiles = Int32(ceil_div(a.tokens, TILE_ROWS))
+    # of the shared expert: first products left, then the routed tasks, then second products
+    before, after = token_tiles > 0, Boolean(False)
     number = Int32(0)
     mails = Int32(0)
     go = Boolean(True)
@@ -76,18 +87,29 @@ def dispatch_words(
         cute.arch.mbarrier_wait(empty, (number & 1) ^ 1)
         word = Int64(STOP)
         if ok:
-            if cutlass.const_expr(k.scheduler == "tickets"):
-                word = next_ticket(k, a, side, row_tiles)
-            else:
-                word = Int64(NONE)
-                while Int32(task_kind(word)) == NONE:
-                    mails += 1
-                    word = next_mail(k, a, side, processor, processors, mails)
+            if cutlass.const_expr(k.shared_intermediate > 0):
+                if before:
+                    word = next_shared(k, a, side, GEMM0, token_tiles)
+                    before = Int32(task_kind(word)) != STOP
+            routed = not (before or after)
+            if routed:
+                if cutlass.const_expr(k.scheduler == "tickets"):
+                    word = next_ticket(k, a, side, row_tiles)
+                else:
+                    word = Int64(NONE)
+                    while Int32(task_kind(word)) == NONE:
+                        mails += 1
+                        word = next_mail(k, a, side, processor, processors, mails)
+                    if Int32(task_kind(word)) != STOP:
+                        word = word | (Int64(read(a.tile_slot, Int32(task_row_tile(word)))) << SLOT_SHIFT)
                 if Int32(task_kind(word)) != STOP:
-                    word = word | (Int64(read(a.tile_slot, Int32(task_row_tile(word)))) << SLOT_SHIFT)
-            if Int32(task_kind(word)) != STOP:
-                # looked up here, where there is time: the consumers' own loads would hold their products up
-                word = word | (Int64(read(a.tile_rows, Int32(task_row_tile(word)))) << FILLED_SHIFT)
+                    # looked up here, where there is time: the consumers' own loads would hold their products up
+                    word = word | (Int64(read(a.tile_rows, Int32(task_row_tile(word)))) << FILLED_SHIFT)
+                else:
+                    after = token_tiles > 0
+            if cutlass.const_expr(k.shared_intermediate > 0):
+                if after:
+                    word = next_shared(k, a, side, GEMM1, token_tiles)
         cute.arch.store(slot, word)
         cute.arch.mbarrier_arrive(full)
         go = Int32(task_kind(word)) != STOP
@@ -96,7 +118,13 @@ def dispatch_words(
 
 @cute.jit
 def count_returned(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, filled: Int32, lane: Int32
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    row_tile: Int32,
+    filled: Int32,
+    routed: Boolean,
+    lane: Int32,
 ):
     """The storer warp, after the consumers have issued the stores of a GEMM1 tile: make them visible, then count them.
 
@@ -109,7 +137,9 @@ def count_returned(
         owner[i] = Int32(-1)
         part[i] = Int32(0)
         if i * 32 + lane < filled:
-            home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + i * 32 + lane)
+            home = (a.rank << HOME_BITS) | ((row_tile * TILE_ROWS + i * 32 + lane) * k.top_k)
+            if routed:
+                home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + i * 32 + lane)
             owner[i] = home >> HOME_BITS
             part[i] = (home & ((1 << HOME_BITS) - 1)) // k.top_k // TOKEN_TILE
     if cutlass.const_expr(k.ranks > 1):

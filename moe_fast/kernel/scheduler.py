@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS, Counter, KernelShape
+from moe_fast.kernel.shapes import COUNTER_WORDS, FILLED_SHIFT, SHARED_SLOT, TILE_ROWS, Counter, KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Role,
@@ -100,6 +100,23 @@ def next_ticket(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_til
     if ticket < total:
         if not aborted(a):
             word = ticket_word(k, a, ticket, row_tiles)
+    return word
+
+
+@cute.jit
+def next_shared(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, kind: cutlass.Constexpr, token_tiles: Int32
+) -> Int64:
+    """Claim the shared expert's next task of one kind, or stop. The token tile runs fastest: a weight tile is used by
+    all of them at one time."""
+    word = Int64(STOP)
+    columns = k.shared_columns0 if kind == GEMM0 else k.columns1
+    ticket = fetch_add(side_counters(a, side), Counter.SHARED0 if kind == GEMM0 else Counter.SHARED1)
+    if ticket < token_tiles * columns:
+        if not aborted(a):
+            tile = ticket % token_tiles
+            word = pack_task(Int64(kind), Int64(SHARED_SLOT), Int64(tile), Int64(ticket // token_tiles))
+            word = word | (Int64(min(a.tokens - tile * TILE_ROWS, Int32(TILE_ROWS))) << FILLED_SHIFT)
     return word
 
 

@@ -1,7 +1,7 @@
 """What is fixed when the megakernel is compiled, and every size that follows from it.
 
-One compilation serves one (H, D, E, K, dtype, activation, gate, P, scheduler). S and the buffer sizes are run-time
-values, so a layer never recompiles when its batch changes.
+One compilation serves one (H, D, E, K, dtype, expert form, gate form, shared expert, P, scheduler). S and the buffer
+sizes are run-time values, so a layer never recompiles when its batch changes.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices per token, P ranks, X local expert slots,
 R rows of the dispatch buffer, T tile rows.
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
 from moe_ref.layout import SIDES, align_up, ceil_div
+from moe_ref.runtime.encoding import SLOT_BITS
 
 TILE_ROWS = 128
 """T: rows of a task. Two consumer warpgroups compute 64 each."""
@@ -30,6 +31,12 @@ THREADS = 384
 MAX_EXPERTS = 256
 """The gate's logits of a token tile are one wgmma tile wide."""
 MAX_TOP_K = 8
+MAX_GROUPS = 32
+"""The groups that a token keeps are one word of bits."""
+ROUTER_PARTS = 3
+"""16-bit summands that hold a router of fp32: 3 x 8 bits of bfloat16 are its 24."""
+SHARED_SLOT = (1 << SLOT_BITS) - 1
+"""Slot field of a task of the shared expert: no routed expert has it."""
 UNIT_ROWS = 8
 """Rows that a warp copies under one fence."""
 BOOST_UNIT = 4
@@ -51,7 +58,7 @@ COUNTER_WORDS = 16
 class Counter:
     """Index of each single counter of a staging side (int32 words)."""
 
-    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1 = range(8)
+    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1, SHARED0, SHARED1 = range(10)
 
 
 class PlanWord:
@@ -84,10 +91,29 @@ class KernelShape:
     selection_bias: bool
     scheduler: str = "tickets"
     trace: bool = False
+    router_bias: bool = False
+    top_k_order: str = "after_scores"
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    expert_bias: bool = False
+    interleaved: bool = False
+    clamp_limit: float = 0.0
+    clamp_alpha: float = 0.0
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    fp32_router: bool = False
 
     @classmethod
-    def from_config(cls, config: MoEConfig, ranks: int, scheduler: str = "tickets", trace: bool = False) -> KernelShape:
-        """Shape for a layer on `ranks` ranks.
+    def from_config(
+        cls,
+        config: MoEConfig,
+        ranks: int,
+        scheduler: str = "tickets",
+        trace: bool = False,
+        fp32_router: bool = False,
+    ) -> KernelShape:
+        """Shape for a layer on `ranks` ranks; fp32_router: the router's weight is kept in fp32 (DeepSeek).
 
         Raises:
             UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide.
@@ -99,6 +125,9 @@ class KernelShape:
             raise UsageError(
                 'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
             )
+        # what has no effect is left at its default, so that equal kernels have equal shapes
+        grouped = config.num_groups if config.top_groups < config.num_groups else 1
+        clamped = config.activation == "clamped_swiglu"
         return cls(
             config.hidden,
             config.intermediate,
@@ -114,6 +143,18 @@ class KernelShape:
             config.selection_bias,
             scheduler,
             trace,
+            router_bias=config.router_bias,
+            top_k_order=config.top_k_order,
+            num_groups=grouped,
+            top_groups=config.top_groups if grouped > 1 else 1,
+            group_score=config.group_score if grouped > 1 else "max",
+            expert_bias=config.expert_bias,
+            interleaved=config.interleaved,
+            clamp_limit=config.clamp_limit if clamped else 0.0,
+            clamp_alpha=config.clamp_alpha if clamped else 0.0,
+            shared_intermediate=config.shared_intermediate,
+            shared_gate=config.shared_gate,
+            fp32_router=fp32_router,
         )
 
     @property
@@ -127,6 +168,16 @@ class KernelShape:
         ]
         parts += [f"scale{self.routed_scaling:g}"] if self.routed_scaling != 1.0 else []
         parts += ["bias"] if self.selection_bias else []
+        parts += ["rbias"] if self.router_bias else []
+        parts += ["before"] if self.top_k_order == "before_scores" else []
+        parts += [f"g{self.top_groups}of{self.num_groups}{self.group_score}"] if self.num_groups > 1 else []
+        parts += ["r32"] if self.fp32_router else []
+        parts += ["ebias"] if self.expert_bias else []
+        parts += ["inter"] if self.interleaved else []
+        parts += [f"clamp{self.clamp_limit:g}x{self.clamp_alpha:g}"] if self.clamp_limit else []
+        parts += (
+            [f"s{self.shared_intermediate}" + ("g" if self.shared_gate else "")] if self.shared_intermediate else []
+        )
         parts += [self.scheduler] + (["trace"] if self.trace else [])
         return "-".join(parts)
 
@@ -165,6 +216,21 @@ class KernelShape:
     def depth1(self) -> int:
         """pipeline stages of one task of the second product: D / 64"""
         return self.intermediate // TILE_K
+
+    @property
+    def gate_depth(self) -> int:
+        """pipeline stages of one token tile of the gate: H / 64, three times that with a router of fp32"""
+        return self.depth0 * (ROUTER_PARTS if self.fp32_router else 1)
+
+    @property
+    def shared_columns0(self) -> int:
+        """column tiles of the shared expert's first product"""
+        return ceil_div(self.shared_intermediate, HALF_COLUMNS if self.gated else TILE_COLUMNS)
+
+    @property
+    def shared_depth1(self) -> int:
+        """pipeline stages of one task of the shared expert's second product"""
+        return self.shared_intermediate // TILE_K
 
     @property
     def group_tiles(self) -> int:
@@ -220,17 +286,6 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     c, out = config, []
     if c.dtype not in ("bfloat16", "float16"):
         out.append(f"dtype={c.dtype} (only bfloat16 and float16)")
-    if c.activation == "clamped_swiglu":
-        out.append("activation='clamped_swiglu' (only relu, gelu, silu)")
-    for name in ("expert_bias", "router_bias", "interleaved", "shared_gate"):
-        if getattr(c, name):
-            out.append(f"{name}=True")
-    if c.shared_intermediate:
-        out.append(f"shared_intermediate={c.shared_intermediate} (no shared expert)")
-    if c.num_groups != 1:
-        out.append(f"num_groups={c.num_groups} (no group-limited choice)")
-    if c.top_k_order != "after_scores":
-        out.append(f"top_k_order='{c.top_k_order}'")
     if c.layout != "compact":
         out.append(f"layout='{c.layout}' (only compact)")
     if c.capacity_factor is not None:
@@ -241,7 +296,9 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
         out.append(f"top_k={c.top_k} (at most {MAX_TOP_K})")
     if c.experts < ranks:
         out.append(f"experts={c.experts} on {ranks} ranks (every rank needs an expert)")
-    for name in ("hidden", "intermediate"):
+    if c.num_groups > MAX_GROUPS:
+        out.append(f"num_groups={c.num_groups} (at most {MAX_GROUPS})")
+    for name in ("hidden", "intermediate", "shared_intermediate"):
         if getattr(c, name) % TILE_K:
             out.append(f"{name}={getattr(c, name)} (must be a multiple of {TILE_K})")
     if c.max_tokens * c.top_k >= 1 << HOME_BITS:
@@ -299,7 +356,9 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
 
 
 def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple[dict[str, Region], int]:
-    """Memory of one rank that no peer touches."""
+    """Memory of one rank that no peer touches; of the shared expert: its hidden activations and results, a row per
+    token."""
+    tokens = align_up(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
     rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
     tiles, token_tiles = rows // TILE_ROWS, ceil_div(max(max_tokens, 1), TOKEN_TILE)
     return regions(
@@ -319,11 +378,15 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "back_target": SIDES * token_tiles * 4,
             "counters": SIDES * counter_words(shape, max_tokens, blocks) * 4,
             "control": 64,
+            "shared_hidden": tokens * shape.shared_intermediate * shape.element_size,
+            "shared_rows": tokens * shape.hidden * shape.element_size,
         }
     )
 
 
 def counter_words(shape: KernelShape, max_tokens: int, blocks: int) -> int:
-    """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], taken, mails."""
+    """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], taken, mails; at
+    the end, counted backwards, the shared expert's done[token tile]."""
     tiles = buffer_rows(shape, max_tokens) // TILE_ROWS
-    return align_up(COUNTER_WORDS + 4 * tiles + 3 * blocks + 8, 32)
+    token_tiles = ceil_div(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
+    return align_up(COUNTER_WORDS + 4 * tiles + 3 * blocks + 8 + token_tiles, 32)

@@ -60,6 +60,7 @@ class Args(NamedTuple):
     x: Int64
     y: Int64
     bias: Int64
+    router_bias: Int64
     given_expert: Int64
     given_weight: Int64
     peers: Int64
@@ -85,6 +86,8 @@ class Args(NamedTuple):
     back_target: Int64
     counters: Int64
     control: Int64
+    shared_rows: Int64
+    shared_gate: Int64
     record: Int64
     trace: Int64
     deadline: Int64
@@ -95,6 +98,21 @@ class Args(NamedTuple):
     given: Int32
     counter_words: Int32
     token_tiles: Int32
+
+
+class Operands(NamedTuple):
+    """Addresses from which the host function makes descriptors: weights, biases, hidden activations; what a layer
+    hasn't is never read."""
+
+    router: Int64
+    first: Int64
+    second: Int64
+    hidden: Int64
+    first_bias: Int64
+    second_bias: Int64
+    shared_first: Int64
+    shared_second: Int64
+    shared_hidden: Int64
 
 
 # --- addresses: plain functions, traced where they are called -----------------------------------------------------
@@ -133,6 +151,11 @@ def side_counters(a, side):
 def done_word(row_tile):
     """Index of the counter of finished hidden tiles of a row tile."""
     return COUNTER_WORDS + row_tile
+
+
+def shared_done(a, token_tile):
+    """Index of the counter of the shared expert's finished hidden tiles of a token tile."""
+    return a.counter_words - 1 - token_tile
 
 
 def add(address, index, value, scope, sem="relaxed"):

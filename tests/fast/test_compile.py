@@ -82,7 +82,7 @@ def test_arguments_are_kept_in_place(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_REF_CACHE", str(tmp_path))
     function = compiler.load(KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets"), tmp_path)
     fixed = {"heap": 1 << 40, "rows": 4096, "rank": 3, "control": 77}
-    call = Call(function, fixed, hidden=1 << 41, blocks=132)
+    call = Call(function, {**fixed, "hidden": 1 << 41, "grid": 132})
     ran = []
     call._run = ran.append
     call(tokens=17, x=(1 << 45) + 16, stream=99, slots=4)

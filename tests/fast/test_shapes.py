@@ -50,15 +50,10 @@ def test_heap_formula():
         ({"intermediate": 100}, "intermediate=100"),
         ({"experts": 512}, "experts=512"),
         ({"top_k": 9}, "top_k=9"),
-        ({"expert_bias": True}, "expert_bias"),
-        ({"router_bias": True}, "router_bias"),
-        ({"activation": "clamped_swiglu"}, "clamped_swiglu"),
-        ({"shared_intermediate": 64}, "shared_intermediate"),
-        ({"num_groups": 4, "top_groups": 2}, "num_groups"),
+        ({"shared_intermediate": 100}, "shared_intermediate=100"),
+        ({"num_groups": 64, "top_groups": 8}, "num_groups=64"),
         ({"layout": "fixed"}, "layout"),
         ({"capacity_factor": 1.0}, "capacity_factor"),
-        ({"top_k_order": "before_scores"}, "top_k_order"),
-        ({"interleaved": True}, "interleaved"),
     ],
 )
 def test_what_the_kernel_lacks_is_refused_by_name(change, word):
@@ -78,14 +73,30 @@ def test_unknown_scheduler_is_refused():
 
 def test_names_are_unique():
     """A cache file's name tells variants apart."""
+    changes = (
+        {}, {"dtype": "float16"}, {"activation": "gelu"}, {"renormalize": False}, {"scoring": "sigmoid"},
+        {"router_bias": True}, {"expert_bias": True}, {"selection_bias": True}, {"interleaved": True},
+        {"top_k_order": "before_scores"}, {"num_groups": 8, "top_groups": 4},
+        {"num_groups": 8, "top_groups": 4, "group_score": "top2_sum"}, {"activation": "clamped_swiglu"},
+        {"activation": "clamped_swiglu", "clamp_limit": 3.0}, {"shared_intermediate": 768},
+        {"shared_intermediate": 768, "shared_gate": True},
+    )  # fmt: skip
     names = {
-        KernelShape.from_config(QWEN3.replace(**change), ranks, scheduler, trace).name
-        for change in ({}, {"dtype": "float16"}, {"activation": "gelu"}, {"renormalize": False}, {"scoring": "sigmoid"})
+        KernelShape.from_config(QWEN3.replace(**change), ranks, scheduler, trace, fp32_router).name
+        for change in changes
         for ranks in (1, 2)
         for scheduler in shapes.SCHEDULERS
         for trace in (False, True)
+        for fp32_router in (False, True)
     }
-    assert len(names) == 5 * 2 * 3 * 2
+    assert len(names) == len(changes) * 2 * 3 * 2 * 2
+
+
+def test_what_has_no_effect_makes_no_other_kernel():
+    """All groups chosen, or a clamp that the activation doesn't have: the same kernel as without."""
+    plain = KernelShape.from_config(QWEN3, 2)
+    for change in ({"num_groups": 8, "top_groups": 8, "group_score": "top2_sum"}, {"clamp_limit": 1.0}):
+        assert KernelShape.from_config(QWEN3.replace(**change), 2) == plain
 
 
 @pytest.mark.parametrize("parts_of", [1, 8, 9, 60, 128, 129, 256])

@@ -26,8 +26,14 @@ def layers(**changes) -> tuple[MoELayer, unfused.ChainWeights]:
         {"gated": False, "activation": "relu"},
         {"gated": False, "activation": "gelu", "top_k": 1, "renormalize": False},
         {"scoring": "sigmoid", "selection_bias": True, "routed_scaling": 2.5, "top_k": 4},
+        {"top_k_order": "before_scores", "router_bias": True, "expert_bias": True, "interleaved": True,
+         "activation": "clamped_swiglu", "renormalize": False, "clamp_limit": 0.5},
+        {"num_groups": 4, "top_groups": 2, "shared_intermediate": 160, "renormalize": False, "routed_scaling": 16.0},
+        {"scoring": "sigmoid", "selection_bias": True, "num_groups": 2, "group_score": "top2_sum"},
+        {"shared_intermediate": 32, "shared_gate": True, "expert_bias": True},
+        {"scoring": "sigmoid", "top_k_order": "before_scores", "gated": False, "expert_bias": True},
     ],
-)
+)  # fmt: skip
 def test_equals_the_reference(changes):
     """Same routing; results within the roundings that the library adds before the activation."""
     layer, weights = layers(**changes)
@@ -55,9 +61,17 @@ def test_masked_routes_and_duplicates():
     assert not got[3].any()
 
 
-def test_gradients_are_the_references():
-    """Through routes, experts and combine weights."""
-    layer, weights = layers()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"router_bias": True, "expert_bias": True, "shared_intermediate": 32, "shared_gate": True},
+        {"top_k_order": "before_scores", "interleaved": True, "activation": "clamped_swiglu", "renormalize": False},
+    ],
+)
+def test_gradients_are_the_references(changes):
+    """Through routes, experts, biases, shared expert and combine weights."""
+    layer, weights = layers(**changes)
     g = torch.Generator().manual_seed(3)
     x = torch.randn(40, 64, generator=g).to(torch.bfloat16)
     upstream = torch.randn(40, 64, generator=g).to(torch.bfloat16)
@@ -71,7 +85,7 @@ def test_gradients_are_the_references():
         assert relative_error(actual[name], want.double()) < 3e-2, name
 
 
-@pytest.mark.parametrize("change", [{"expert_bias": True}, {"capacity_factor": 1.0}, {"shared_intermediate": 32}])
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"capacity_factor": 1.0}])
 def test_what_the_chain_lacks_is_named(change):
     layer, _ = layers(**change)
     with pytest.raises(UsageError, match=next(iter(change))):
