@@ -115,6 +115,7 @@ class Buffers:
     hidden_RD: Tensor
     returned_NH: Tensor
     row_tiles: int
+    shared_SH: Tensor | None = None
 
 
 class Engine:
@@ -369,4 +370,7 @@ class Engine:
             self.view(self.workspace, ws["hidden"], dtype).view(self.rows, shape.intermediate),
             half("returned", dtype).view(-1, shape.hidden)[:routes],
             int(plan[PlanWord.ROW_TILES]),
+            self.view(self.workspace, ws["shared_rows"], dtype).view(-1, shape.hidden)[:tokens]
+            if shape.shared_intermediate
+            else None,
         )

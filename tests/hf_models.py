@@ -52,9 +52,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, config values)."""
 
 
-def make_config(name: str) -> Any:
+def make_config(name: str, **changes: Any) -> Any:
     """The transformers config of a case."""
-    model_type, values = CASES[name]
+    model_type, values = CASES[name][0], CASES[name][1] | changes
     module = importlib.import_module(f"transformers.models.{model_type}.configuration_{model_type}")
     kind = next(
         v for k, v in vars(module).items() if k.endswith("Config") and getattr(v, "model_type", "") == model_type
@@ -83,20 +83,45 @@ def make_block(name: str, seed: int = 0) -> nn.Module:
     return make_model(name, seed).model.layers[1].mlp
 
 
+def block_on(
+    name: str, device: torch.device, dtype: torch.dtype, changes: dict[str, Any], tokens: int, seed: int = 0
+) -> tuple[nn.Module, torch.Tensor]:
+    """A block of other sizes on a device, its router as the library keeps it in models of 16 bits; and an input."""
+    from moe_ref.compat import FAMILIES
+
+    config = make_config(name, **changes)
+    family = FAMILIES[config.model_type]
+    modeling = importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
+    with device:
+        block = getattr(modeling, family.block)(config)
+    scatter_weights(block, seed)
+    router = getattr(block, family.router)
+    kept = {key: value.detach().clone() for key, value in router.state_dict().items()}
+    block.to(dtype).eval().requires_grad_(False)
+    if family.fp32_router:
+        router.float()
+        router.load_state_dict(kept)
+    generator = torch.Generator(device=device).manual_seed(1000 + seed)
+    x = torch.randn(1, tokens, config.hidden_size, device=device, generator=generator).to(dtype)
+    x[..., 0] = 1.0
+    return block, x
+
+
 @torch.no_grad()
 def scatter_weights(block: Any, seed: int) -> None:
     """Weights that show every error: of order one over the root of the fan-in, biases of order one, a starved expert.
 
     DeepSeek-V3's selection biases are negative for most experts, so a rejected group's score must be -inf, not 0.
     """
-    generator = torch.Generator().manual_seed(seed)
-    for name, value in block.named_parameters():
-        scale = 1.0 if name.endswith("bias") else 1.5 * HIDDEN**-0.5
-        value.copy_(torch.empty(value.shape).normal_(0, scale, generator=generator))
     router = getattr(block, "gate", None) or block.router
+    device, hidden = router.weight.device, router.weight.shape[1]
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, value in block.named_parameters():
+        scale = 1.0 if name.endswith("bias") else 1.5 * hidden**-0.5
+        value.copy_(torch.empty(value.shape, device=device).normal_(0, scale, generator=generator))
     router.weight.mul_(2)
     if hasattr(router, "e_score_correction_bias"):
-        bias = torch.empty(router.weight.shape[0]).uniform_(-2.5, 0.2, generator=generator)
+        bias = torch.empty(router.weight.shape[0], device=device).uniform_(-2.5, 0.2, generator=generator)
         bias[3] = -50.0
         router.e_score_correction_bias.copy_(bias)
     else:

@@ -32,7 +32,7 @@ def from_transformers(block: nn.Module, *, dtype: str | None = None, **layer_arg
     Args:
         block: MoE block of one of the families (`model.model.layers[i].mlp`), packed as in transformers 5.
         dtype: of the layer; None for the block's.
-        layer_arguments: backend, world, placement, device of `MoELayer`.
+        layer_arguments: backend, world, placement, device of `MoELayer`; the device is the block's unless given.
 
     Raises:
         UsageError: no block of a known family; or it does something that the layer does not (an unknown activation,
@@ -48,6 +48,7 @@ def from_transformers(block: nn.Module, *, dtype: str | None = None, **layer_arg
             "(checkpoints of any age load with moe_ref.compat.load_layer)"
         )
     config = config_of(family.model_type, values, dtype or stored)
+    layer_arguments.setdefault("device", tensors["experts.down_proj"].device)
     return layer_from_state(logical_state(tensors, family, config), family, config, **layer_arguments)
 
 

@@ -7,9 +7,12 @@ runs all S with a routing each, so that over the shapes each S meets each routin
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 
 from harness import ROUTINGS, Case
 
+from moe_ref.compat.families import FAMILIES, config_of
+from moe_ref.config import MoEConfig
 from moe_ref.train.job import TrainJob
 
 ACTIVATIONS = (("relu", False), ("gelu", False), ("silu", True), ("gelu", True), ("relu", True), ("silu", False))
@@ -17,7 +20,25 @@ DTYPES = ("bfloat16", "float16")
 TOP_K = (1, 2, 4, 8)
 EXPERTS = (8, 60, 64, 128, 256)
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
-GATES = (("softmax", True, 1.0, False), ("sigmoid", True, 2.5, True), ("softmax", False, 1.0, False))
+GATES = (
+    ("softmax", True, 1.0, False, {}),
+    ("sigmoid", True, 2.5, True, {"num_groups": 4, "group_score": "top2_sum"}),
+    ("softmax", False, 1.0, False, {"router_bias": True, "top_k_order": "before_scores"}),
+    ("softmax", False, 16.0, False, {"num_groups": 4}),
+    ("sigmoid", True, 2.5, True, {}),
+    ("sigmoid", False, 1.0, True, {"router_bias": True, "top_k_order": "before_scores", "num_groups": 2}),
+)
+"""Scoring, renormalised, factor, selection bias, and what else the config says; with groups the router is of fp32."""
+CLAMPED = {"activation": "clamped_swiglu", "gated": True, "clamp_limit": 1.0}
+FORMS = (
+    {},
+    {"expert_bias": True},
+    {**CLAMPED, "expert_bias": True, "interleaved": True},
+    {"shared_intermediate": 320},
+    {"shared_intermediate": 576, "shared_gate": True},
+    {**CLAMPED, "expert_bias": True, "shared_intermediate": 64},
+)
+"""Expert forms; a clamped one has its own activation."""
 SIZES = ((512, 256), (1024, 384), (256, 512))
 TOKENS = (0, 1, 45, 127, 128, 129, 1000, 4096)
 TRAINED = tuple(TrainJob(backend="fused", dtype=dtype, balance=0.0).model.moe for dtype in ("bfloat16", "float16"))
@@ -47,20 +68,29 @@ def pairwise(axes: list[tuple]) -> list[tuple]:
     return rows
 
 
-SHAPES = pairwise([ACTIVATIONS, DTYPES, TOP_K, EXPERTS, SCHEDULERS, GATES, SIZES])
+SHAPES = pairwise([ACTIVATIONS, DTYPES, TOP_K, EXPERTS, SCHEDULERS, GATES, SIZES, FORMS])
 
 
 def cases_of(number: int) -> list[Case]:
     """Every S of shape `number`, each with a routing, and a different S on the second rank."""
-    (activation, gated), dtype, top_k, experts, scheduler, gate, (hidden, intermediate) = SHAPES[number]
-    scoring, renormalize, scale, bias = gate
+    (activation, gated), dtype, top_k, experts, scheduler, gate, (hidden, intermediate), form = SHAPES[number]
+    scoring, renormalize, scale, bias, more = gate
+    groups = more.get("num_groups", 1)
+    # half of the groups, where they hold K experts
+    form = (
+        {**more, **form, "top_groups": groups // 2 if top_k <= experts // 2 else groups}
+        if groups > 1
+        else {**more, **form}
+    )
+    activation, gated = form.pop("activation", activation), form.pop("gated", gated)
     out = []
     for i, tokens in enumerate(TOKENS):
         other = TOKENS[(i + number) % len(TOKENS)]
         out.append(
             Case(
                 hidden, intermediate, experts, top_k, activation, gated, dtype, (tokens, other),
-                ROUTINGS[(i + number) % len(ROUTINGS)], scheduler, scoring, renormalize, scale, bias,
+                ROUTINGS[(i + number) % len(ROUTINGS)], scheduler, scoring, renormalize, scale, bias, form=form,
+                fp32_router=groups > 1,
             )
         )  # fmt: skip
     return out
@@ -71,6 +101,35 @@ QWEN3 = Case(2048, 768, 128, 8, "silu", True, "bfloat16", (1000, 4096), schedule
 TINY = Case(128, 64, 32, 4, "silu", True, "bfloat16", (300, 77), scheduler="spare_warps")
 FULL = Case(512, 256, 8, 8, "silu", True, "bfloat16", (256,), "uniform", scheduler="spare_warps", max_tokens=256)
 SPECIAL = [SMALL, QWEN3, TINY]
+GPT_OSS = Case(
+    2880, 2880, 32, 4, "clamped_swiglu", True, "bfloat16", (1000, 129), scheduler="spare_warps", renormalize=False,
+    form={"expert_bias": True, "router_bias": True, "interleaved": True, "top_k_order": "before_scores"},
+)  # fmt: skip
+QWEN2 = Case(
+    2048, 1408, 60, 4, "silu", True, "bfloat16", (1000, 300), scheduler="spare_warps", renormalize=False,
+    form={"shared_intermediate": 5632, "shared_gate": True},
+)  # fmt: skip
+DEEPSEEK = Case(
+    1024, 512, 256, 8, "silu", True, "bfloat16", (1000, 45), scheduler="spare_warps", scoring="sigmoid",
+    routed_scaling=2.5, selection_bias=True, fp32_router=True,
+    form={"num_groups": 8, "top_groups": 4, "group_score": "top2_sum", "shared_intermediate": 512},
+)  # fmt: skip
+FAMILY_SIZES = [GPT_OSS, QWEN2, DEEPSEEK]
+"""True sizes of gpt-oss-20b and Qwen1.5-MoE; DeepSeek-V3's gate on smaller experts."""
+SHARED = Case(
+    512, 256, 8, 2, "silu", True, "bfloat16", (1000, 129), scheduler="spare_warps",
+    form={"shared_intermediate": 320, "shared_gate": True, "expert_bias": True},
+)  # fmt: skip
+LAYERS = (
+    {},
+    {"hidden": 128, "intermediate": 64, "experts": 32, "top_k": 4},
+    {"gated": False, "dtype": "float16"},
+    {**CLAMPED, "expert_bias": True, "router_bias": True, "interleaved": True, "top_k_order": "before_scores",
+     "renormalize": False},
+    {"shared_intermediate": 320, "shared_gate": True, "num_groups": 4, "top_groups": 2, "routed_scaling": 2.5},
+)  # fmt: skip
+"""Layers of the tests that go through MoELayer: what they change of H = 512, D = 256, E = 8, K = 2, bf16."""
+LAYER = {"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, "dtype": "bfloat16", "max_tokens": 4096}
 UNEVEN = [
     Case(512, 256, 5, 2, "silu", True, "bfloat16", (1000, 1), scheduler="spare_warps"),
     Case(256, 512, 61, 4, "gelu", False, "float16", (45, 129), scheduler="os_block"),
@@ -84,6 +143,31 @@ LARGE = Case(
 """Rows, hidden activations and returned rows of more than 2^31 elements each, both staging sides apart by more."""
 
 
+NARROW = {
+    "hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320,
+    "head_dim": 128,
+}  # fmt: skip
+# hf_models' cases with sizes that the kernel has tiles for, and some in the sizes of released models
+BLOCKS = dict.fromkeys(
+    ("mixtral", "mixtral_top_1", "mixtral_all", "mixtral_gelu", "qwen2_moe", "qwen2_moe_renormalized", "qwen3_moe",
+     "qwen3_moe_raw", "olmoe", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_raw", "gpt_oss",
+     "gpt_oss_top_1", "gpt_oss_clamped"), NARROW,
+) | {
+    "qwen2_moe true size": {
+        "hidden_size": 2048, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60,
+        "num_experts_per_tok": 4,
+    },
+    "gpt_oss true size": {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+    },
+    "deepseek_v3 256 experts in 8 groups": {
+        "hidden_size": 1024, "moe_intermediate_size": 512, "n_routed_experts": 256, "n_group": 8, "topk_group": 4,
+        "num_experts_per_tok": 8,
+    },
+}  # fmt: skip
+"""Blocks of transformers: a case of tests/hf_models.py and what it changes."""
+
+
 def all_shapes(ranks: int, trace: bool = True) -> list:
     """Every kernel the GPU tests need, for compiling ahead of time."""
     from dataclasses import replace
@@ -92,13 +176,17 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *UNEVEN]
-    cases += [LARGE] if ranks == 1 else []
-    shapes = [KernelShape.from_config(c.config, ranks, c.scheduler) for c in cases]
-    layers = (
-        Case(512, 256, 8, 2, "silu", True, "bfloat16", (0,)),
-        Case(512, 256, 8, 2, "silu", False, "float16", (0,)),
-    )
-    shapes += [KernelShape.from_config(c.config, ranks, "spare_warps") for c in layers]
+    cases += [*FAMILY_SIZES, SHARED] + ([LARGE] if ranks == 1 else [])
+    shapes = [c.shape(ranks) for c in cases]
+    shapes += [KernelShape.from_config(MoEConfig(**{**LAYER, **c}), ranks, "spare_warps") for c in LAYERS]
     shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in TRAINED]
+    if ranks == 1 and find_spec("transformers"):
+        from hf_models import make_config
+
+        for name, changes in BLOCKS.items():
+            config = make_config(name.split()[0], **changes)
+            family = FAMILIES[config.model_type]
+            layer = config_of(config.model_type, config.to_dict(), "bfloat16")
+            shapes.append(KernelShape.from_config(layer, ranks, "spare_warps", fp32_router=family.fp32_router))
     shapes += [KernelShape.from_config(QWEN3.config, ranks, s, trace=True) for s in SCHEDULERS] if trace else []
     return list(dict.fromkeys(shapes))

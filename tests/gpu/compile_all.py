@@ -13,7 +13,8 @@ def work(shape):
 
 
 def main() -> None:
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:0] = [here, os.path.dirname(here)]
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     import cases
 

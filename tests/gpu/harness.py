@@ -10,14 +10,14 @@ Letters: S tokens of a rank, H hidden, E experts, K choices, P ranks, X local sl
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_fast import unfused
-from moe_fast.engine import Engine
+from moe_fast.engine import Engine, router_parts
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_ref.config import MoEConfig
@@ -46,6 +46,9 @@ class Case:
     routed_scaling: float = 1.0
     selection_bias: bool = False
     max_tokens: int = 4096
+    form: dict = field(default_factory=dict)
+    """Further fields of the config: biases, groups, shared expert, ..."""
+    fp32_router: bool = False
 
     @property
     def config(self) -> MoEConfig:
@@ -63,6 +66,7 @@ class Case:
             selection_bias=self.selection_bias,
             max_tokens=self.max_tokens,
             tile_rows=128,
+            **self.form,
         )
 
     def __str__(self) -> str:
@@ -70,7 +74,13 @@ class Case:
         return (
             f"H{self.hidden} D{self.intermediate} E{self.experts} K{self.top_k} {act} {self.dtype} "
             f"S{list(self.tokens)} {self.routing} {self.scheduler}"
+            + "".join(f" {name}={value}" for name, value in self.form.items())
+            + (" fp32 router" if self.fp32_router else "")
         )
+
+    def shape(self, ranks: int, trace: bool = False) -> KernelShape:
+        """The kernel of this case."""
+        return KernelShape.from_config(self.config, ranks, self.scheduler, trace, self.fp32_router)
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -84,7 +94,7 @@ _engines: dict = {}
 def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
     """Engine of a case, kept: engines of one shape share buffers."""
     _, ranks = rank_and_size()
-    shape = KernelShape.from_config(case.config, ranks, case.scheduler)
+    shape = case.shape(ranks)
     key = (shape, case.max_tokens)
     if key not in _engines:
         if len(_engines) >= 6:
@@ -110,6 +120,40 @@ class Inputs:
     bias: torch.Tensor | None
     expert: list[torch.Tensor] | None
     weight: list[torch.Tensor] | None
+    router_bias: torch.Tensor | None
+    first_bias: torch.Tensor | None
+    second_bias: torch.Tensor | None
+    shared: list[torch.Tensor | None]
+    """Of the shared expert first, second, gate."""
+
+    def expert_weights(self, e: int) -> tuple[torch.Tensor | None, ...]:
+        """first, second, first_bias, second_bias of an expert."""
+        return tuple(t if t is None else t[e] for t in (self.first, self.second, self.first_bias, self.second_bias))
+
+    def chain(self, low: int, high: int) -> unfused.ChainWeights:
+        """As the unfused chain takes them, for a rank that holds experts low to high - 1."""
+        first_bias, second_bias = (t if t is None else t[low:high] for t in (self.first_bias, self.second_bias))
+        return unfused.ChainWeights(
+            self.router, self.first[low:high], self.second[low:high], self.bias, self.router_bias, first_bias,
+            second_bias, *self.shared,
+        )  # fmt: skip
+
+
+def launch(engine: Engine, inputs: Inputs, rank: int, x: torch.Tensor | None = None, **more) -> torch.Tensor:
+    """One call of the engine with a rank's inputs; `x` and `more` (routing, out) instead of theirs."""
+    shape = engine.shape
+    weights = inputs.chain(shape.first_expert(rank), shape.first_expert(rank + 1))
+    router = inputs.router
+    if shape.fp32_router:
+        router = router_parts(router, inputs.first.dtype)
+    if x is None and inputs.expert is not None and inputs.weight is not None:
+        more = {"expert_SK": inputs.expert[rank], "weight_SK": inputs.weight[rank], **more}
+    return engine.launch(
+        inputs.x[rank] if x is None else x, router, weights.up_XUH, weights.down_XHD,
+        selection_bias_E=weights.selection_bias_E, router_bias_E=weights.router_bias_E,
+        first_bias_XU=weights.up_bias_XU, second_bias_XH=weights.down_bias_XH, shared_first_VH=weights.shared_up_VH,
+        shared_second_HW=weights.shared_down_HW, shared_gate_1H=weights.shared_gate_1H, **more,
+    )  # fmt: skip
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -125,6 +169,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     tokens = [case.tokens[p % len(case.tokens)] for p in range(ranks)]
     x = [normal(s, c.hidden, scale=1.0) for s in tokens]
     router = normal(c.experts, c.hidden, scale=c.hidden**-0.5)
+    if case.fp32_router:
+        # bits that 16-bit arithmetic would lose
+        router = router.float() + torch.randn(c.experts, c.hidden, device=device, generator=g) * 1e-3
     first = normal(c.experts, c.up_rows, c.hidden, scale=c.hidden**-0.5)
     second = normal(c.experts, c.hidden, c.intermediate, scale=c.intermediate**-0.5)
     bias = torch.randn(c.experts, device=device, generator=g) * 0.1 if case.selection_bias else None
@@ -132,7 +179,19 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     if case.routing != "gate":
         expert = [make_ids(case, s, g, device) for s in tokens]
         weight = [torch.rand(s, c.top_k, device=device, generator=g) for s in tokens]
-    return Inputs(x, router, first, second, bias, expert, weight)
+    router_bias = first_bias = second_bias = None
+    shared: list[torch.Tensor | None] = [None, None, None]
+    if c.router_bias:
+        router_bias = normal(c.experts, scale=0.5)
+    if c.expert_bias:
+        first_bias = normal(c.experts, c.up_rows, scale=0.5)
+        second_bias = normal(c.experts, c.hidden, scale=0.5)
+    if c.shared_intermediate:
+        width = c.shared_intermediate
+        shared[0] = normal(2 * width if c.gated else width, c.hidden, scale=c.hidden**-0.5)
+        shared[1] = normal(c.hidden, width, scale=width**-0.5)
+        shared[2] = normal(1, c.hidden, scale=c.hidden**-0.5) if c.shared_gate else None
+    return Inputs(x, router, first, second, bias, expert, weight, router_bias, first_bias, second_bias, shared)
 
 
 def make_ids(case: Case, tokens: int, g: torch.Generator, device: torch.device) -> torch.Tensor:
@@ -169,19 +228,38 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def reference_routing(case: Case, inputs: Inputs, p: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gate in fp64 on the rounded inputs: (ids, weights, the scores chosen by)."""
+def reference_routing(case: Case, inputs: Inputs, p: int) -> tuple[torch.Tensor, ...]:
+    """Gate in fp64 on the rounded inputs: (ids, logits, what is chosen by, tokens whose groups are no near tie)."""
     c = case.config
     logits = inputs.x[p].double() @ inputs.router.double().t()
-    scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
-    choice = scores if inputs.bias is None else scores + inputs.bias.double()
+    if inputs.router_bias is not None:
+        logits = logits + inputs.router_bias.double()
+    choice = logits if c.top_k_order == "before_scores" else scores_of(c, logits)
+    choice = choice if inputs.bias is None else choice + inputs.bias.double()
+    clear = torch.ones(len(choice), dtype=torch.bool, device=choice.device)
+    if c.num_groups > 1 and len(choice):
+        grouped = choice.view(len(choice), c.num_groups, -1)
+        best = grouped.amax(-1) if c.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        order = best.sort(-1, descending=True)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order.indices[:, : c.top_groups], True)
+        if c.top_groups < c.num_groups:
+            clear = order.values[:, c.top_groups - 1] - order.values[:, c.top_groups] > 1e-5 * order.values[:, 0].abs()
+        choice = choice.masked_fill(~kept.repeat_interleave(c.experts // c.num_groups, 1), float("-inf"))
     ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : c.top_k]
-    return ids, scores, choice
+    return ids, logits, choice, clear
 
 
-def gate_weights(case: Case, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def scores_of(c: MoEConfig, logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
+
+
+def gate_weights(case: Case, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights of chosen ids."""
-    weight = scores.gather(1, ids)
+    c = case.config
+    if c.top_k_order == "before_scores":
+        weight = scores_of(c, logits.gather(1, ids))
+    else:
+        weight = scores_of(c, logits).gather(1, ids)
     if case.config.renormalize:
         weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-20)
     return weight * case.config.routed_scaling
@@ -198,10 +276,7 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         engine.poison()
     x = inputs.x[rank]
     y = torch.full_like(x, float("nan"))
-    given = {} if inputs.expert is None else {"expert_SK": inputs.expert[rank], "weight_SK": inputs.weight[rank]}
-    engine.launch(
-        x, inputs.router, inputs.first[low:high], inputs.second[low:high], selection_bias_E=inputs.bias, out=y, **given
-    )
+    launch(engine, inputs, rank, out=y)
     engine.check()
     got = engine.buffers(x.shape[0])
     errors: dict[str, float] = {}
@@ -209,14 +284,20 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
 
     # routing: ids agree up to ties that fp32 can't tell apart; weights belong to the chosen ids
     if inputs.expert is None:
-        ids, scores, choice = reference_routing(case, inputs, rank)
+        ids, logits, choice, clear = reference_routing(case, inputs, rank)
         mine = got.expert_SK.long()
         if mine.numel():
             assert mine.min() >= 0, "the gate masked a route"
             assert (mine.sort(1).values.diff(dim=1) > 0).all() if c.top_k > 1 else True, "an expert twice in a token"
-            gap = (choice.gather(1, ids) - choice.gather(1, mine)).abs().max().item()
-            assert gap < 1e-5, f"gate chose an expert whose score is {gap} off"
-            errors["weight"] = relative(got.weight_SK, gate_weights(case, scores, mine))
+            assert clear.float().mean() > 0.98, "too many near ties of groups: the case shows little"
+            off_SK = torch.where(clear[:, None], choice.gather(1, ids) - choice.gather(1, mine), 0.0).abs()
+            gap = off_SK.max().item()
+            assert gap < 1e-5, (
+                f"gate chose an expert whose score is {gap} off, in {int((off_SK > 1e-5).any(1).sum())} tokens; first: "
+                f"{(off_SK > 1e-5).any(1).nonzero()[0].tolist()} {ids[(off_SK > 1e-5).any(1)][0].tolist()} chosen "
+                f"{mine[(off_SK > 1e-5).any(1)][0].tolist()}"
+            )
+            errors["weight"] = relative(got.weight_SK, gate_weights(case, logits, mine))
             assert errors["weight"] < 1e-5, errors
         all_ids = gather_ids(got.expert_SK, inputs, ranks)
     else:
@@ -240,13 +321,14 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         count = rows.shape[0]
         row_difference += int((got.rows_RH[first_row : first_row + count] != rows).sum())
         hidden_got.append(got.hidden_RD[first_row : first_row + count])
-        hidden_want.append(ffn_hidden(c, rows, inputs.first[e]))
+        hidden_want.append(ffn_hidden(c, rows, *inputs.expert_weights(e)[::2]))
         first_row += -(-count // 128) * 128
         tiles += -(-count // 128)
     assert tiles == got.row_tiles, f"{got.row_tiles} row tiles, expected {tiles}"
     assert row_difference == 0, f"{row_difference} elements of the dispatched rows differ"
-    errors["hidden"] = relative(torch.cat(hidden_got), torch.cat(hidden_want))
-    assert errors["hidden"] <= limit, errors
+    hidden_got, hidden_want = torch.cat(hidden_got), torch.cat(hidden_want)
+    errors["hidden"] = relative(hidden_got, hidden_want)
+    assert errors["hidden"] <= limit, f"{errors}; {first_wrong(hidden_got, hidden_want, limit)}"
 
     # returned rows and the result, at home
     flat = all_ids[rank].reshape(-1)
@@ -256,16 +338,27 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         at = (flat == e).nonzero(as_tuple=True)[0]
         if at.numel():
             rows = x[at // c.top_k]
-            hidden = ffn_hidden(c, rows, inputs.first[e])
-            returned[at] = hidden.float() @ inputs.second[e].float().t()
-            exact[at] = ffn_exact(c, rows, inputs.first[e], inputs.second[e])
+            first, second, first_bias, second_bias = inputs.expert_weights(e)
+            returned[at] = ffn_hidden(c, rows, first, first_bias).float() @ second.float().t()
+            if second_bias is not None:
+                returned[at] += second_bias.float()
+            exact[at] = ffn_exact(c, rows, first, second, first_bias, second_bias)
     valid = flat >= 0
     errors["returned"] = relative(got.returned_NH[valid], returned[valid])
-    assert errors["returned"] <= limit, errors
+    assert errors["returned"] <= limit, f"{errors}; {first_wrong(got.returned_NH[valid], returned[valid], limit)}"
     w = torch.where(all_ids[rank] >= 0, weight, torch.zeros_like(weight)).double().unsqueeze(-1)
     want = (w * exact.view(-1, c.top_k, c.hidden)).sum(1)
+    gate_of_shared = torch.ones(x.shape[0], 1, device=x.device, dtype=torch.float64)
+    if got.shared_SH is not None:
+        plain, (first, second, gate) = c.replace(interleaved=False), inputs.shared
+        shared = ffn_hidden(plain, x, first).float() @ second.float().t()
+        errors["shared"] = relative(got.shared_SH, shared)
+        assert errors["shared"] <= limit, f"{errors}; {first_wrong(got.shared_SH, shared, limit)}"
+        if gate is not None:
+            gate_of_shared = torch.sigmoid(x.double() @ gate.double().t())
+        want = want + gate_of_shared * ffn_exact(plain, x, first, second)
     errors["y"] = relative(y, want)
-    assert errors["y"] <= limit, errors
+    assert errors["y"] <= limit, f"{errors}; {first_wrong(y, want, limit)}"
     # no worse than what the unfused chain makes of the same routing
     other = unfused_result(case, inputs, all_ids, weight, want_counts)
     if other is not None:
@@ -277,6 +370,8 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         row = got.returned_NH.view(-1, c.top_k, c.hidden)[:, k].float() if x.shape[0] else total
         use = (all_ids[rank][:, k] >= 0).unsqueeze(-1)
         total = torch.where(use, torch.addcmul(total, row, weight[:, k : k + 1]), total)
+    if got.shared_SH is not None:
+        total = torch.addcmul(total, got.shared_SH.float(), gate_of_shared.float())
     errors["combine"] = relative(y, total.to(dtype))
     assert errors["combine"] <= limit / 8, errors
     return errors
@@ -292,7 +387,7 @@ def unfused_result(
     if any(int(counts_PE[:, a:b].sum()) == 0 for a, b in bounds) or any(x.shape[0] == 0 for x in inputs.x):
         return None
     low, high = bounds[rank]
-    weights = unfused.ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
+    weights = inputs.chain(low, high)
     routes = unfused.make_routes(all_ids[rank], c, None, ranks)
     masked = torch.where(all_ids[rank] >= 0, weight, torch.zeros_like(weight))
     with torch.no_grad():
@@ -308,21 +403,46 @@ def gather_ids(mine: torch.Tensor, inputs: Inputs, ranks: int) -> list[torch.Ten
     return [ids.long().to(mine.device) for ids in box]
 
 
-def ffn_hidden(c: MoEConfig, rows: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def hidden_of(c: MoEConfig, product: torch.Tensor) -> torch.Tensor:
+    """The activation of a first product, in its dtype."""
+    if not c.gated:
+        return activation(c.activation, product)
+    gate, up = (product[:, 0::2], product[:, 1::2]) if c.interleaved else product.chunk(2, dim=1)
+    if c.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=c.clamp_limit), up.clamp(-c.clamp_limit, c.clamp_limit)
+        return (up + 1) * gate * torch.sigmoid(c.clamp_alpha * gate)
+    return activation(c.activation, gate) * up
+
+
+def ffn_hidden(c: MoEConfig, rows: torch.Tensor, first: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Hidden activations, fp32 sums, rounded once to the layer's dtype."""
     product = rows.float() @ first.float().t()
-    if c.gated:
-        gate, up = product.split(c.intermediate, dim=1)
-        return (activation(c.activation, gate) * up).to(rows.dtype)
-    return activation(c.activation, product).to(rows.dtype)
+    return hidden_of(c, product if bias is None else product + bias.float()).to(rows.dtype)
 
 
-def ffn_exact(c: MoEConfig, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def ffn_exact(
+    c: MoEConfig,
+    rows: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    first_bias: torch.Tensor | None = None,
+    second_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One expert in fp64, nothing rounded in between."""
     product = rows.double() @ first.double().t()
-    if c.gated:
-        gate, up = product.split(c.intermediate, dim=1)
-        hidden = activation(c.activation, gate) * up
-    else:
-        hidden = activation(c.activation, product)
-    return hidden @ second.double().t()
+    out = hidden_of(c, product if first_bias is None else product + first_bias.double()) @ second.double().t()
+    return out if second_bias is None else out + second_bias.double()
+
+
+def first_wrong(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> str:
+    """Where two matrices first differ by more than they may: the tile of 64 rows and 64 columns, and how many do."""
+    scale = float(expected.double().norm()) / max(1, expected.numel()) ** 0.5
+    wrong = ~((actual.double() - expected.double()).abs() <= 30 * limit * scale + limit * expected.double().abs())
+    if not bool(wrong.any()):
+        return "no single element stands out"
+    tiles = [(int(r) // 64, int(h) // 64) for r, h in wrong.nonzero()[:100000].tolist()]
+    r, h = wrong.nonzero()[0].tolist()
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} elements wrong, in {len(set(tiles))} tiles of 64 x 64, first "
+        f"{sorted(set(tiles))[:6]}; [{r}, {h}] is {float(actual[r, h])}, expected {float(expected[r, h])}"
+    )

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cases
 import harness
@@ -34,12 +35,7 @@ def launcher(case: Case, inputs: harness.Inputs, **more):
     """A function without arguments that enqueues one call of this rank."""
     engine = engine_for(case)
     rank, _ = rank_and_size()
-    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
-    given = {} if inputs.expert is None else {"expert_SK": inputs.expert[rank], "weight_SK": inputs.weight[rank]}
-    first, second = inputs.first[low:high], inputs.second[low:high]
-    return lambda: engine.launch(
-        inputs.x[rank], inputs.router, first, second, selection_bias_E=inputs.bias, **given, **more
-    )
+    return lambda: harness.launch(engine, inputs, rank, **more)
 
 
 def agree(flag: bool) -> bool:
@@ -75,10 +71,12 @@ def matrix(first: int = 0, last: int | None = None) -> dict:
 
 
 def special() -> dict:
-    """The sizes users have: Qwen3's layer, and the shipped model's (narrower than a tile)."""
+    """The sizes users have: Qwen3's layer, the shipped model's (narrower than a tile), other families'."""
     out = {}
-    for case in cases.SPECIAL:
-        for scheduler in ("spare_warps",) if case is cases.TINY else ("spare_warps", "os_block", "tickets"):
+    for case in (*cases.SPECIAL, *cases.FAMILY_SIZES):
+        for scheduler in (
+            ("spare_warps", "os_block", "tickets") if case in (cases.SMALL, cases.QWEN3) else ("spare_warps",)
+        ):
             for routing in ("gate", "zipf"):
                 one = replace(case, scheduler=scheduler, routing=routing)
                 out[str(one)] = float(f"{run_case(one)['y']:.3g}")
@@ -88,13 +86,16 @@ def special() -> dict:
 def repeat() -> dict:
     """Two hundred calls back to back with random S and routing, no host synchronisation between them.
 
-    Then each is made again alone; every result must have the same bits.
+    Then each is made again alone; every result must have the same bits. Without and with a shared expert.
     """
+    return {"plain": repeat_case(cases.SMALL), "shared expert": repeat_case(cases.SHARED)}
+
+
+def repeat_case(case: Case) -> dict:
     rank, ranks = rank_and_size()
-    case = replace(cases.SMALL, routing="gate")
+    case = replace(case, routing="gate")
     engine = engine_for(case)
     inputs = make_inputs(replace(case, tokens=(4096,)), seed=5)
-    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
     generator = torch.Generator().manual_seed(11)
     kinds = ("uniform", "zipf", "one_expert", "one_rank", "masked", "duplicates")
     device = inputs.x[rank].device
@@ -113,14 +114,7 @@ def repeat() -> dict:
         plans.append((inputs.x[rank][start : start + tokens[rank]], ids, weight))
 
     def call(plan):
-        return engine.launch(
-            plan[0],
-            inputs.router,
-            inputs.first[low:high],
-            inputs.second[low:high],
-            expert_SK=plan[1],
-            weight_SK=plan[2],
-        )
+        return harness.launch(engine, inputs, rank, plan[0], expert_SK=plan[1], weight_SK=plan[2])
 
     engine.poison()
     together = [call(plan) for plan in plans]
@@ -359,8 +353,7 @@ def make_layer(backend: str, **changes):
     from moe_ref.world import DistributedWorld, SimulatedWorld
 
     world = DistributedWorld() if dist.is_initialized() else SimulatedWorld(1)
-    values = {"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, "dtype": "bfloat16", "max_tokens": 4096}
-    config = MoEConfig(**{**values, **changes})
+    config = MoEConfig(**{**cases.LAYER, **changes})
     return MoELayer(config, backend=backend, world=world, device=torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -370,11 +363,7 @@ def layer() -> dict:
 
     rank, _ = rank_and_size()
     out = {}
-    for changes in (
-        {},
-        {"hidden": 128, "intermediate": 64, "experts": 32, "top_k": 4},
-        {"gated": False, "dtype": "float16"},
-    ):
+    for number, changes in enumerate(cases.LAYERS):
         one = make_layer("fused", **changes)
         g = torch.Generator(device="cuda").manual_seed(rank)
         x = torch.randn(300 + 50 * rank, one.config.hidden, device="cuda", generator=g).to(one.config.torch_dtype)
@@ -385,7 +374,7 @@ def layer() -> dict:
             assert report.ok or (other == "unfused" and max(b.relative_error for b in report.buffers) < 1e-2), str(
                 report
             )
-            out[f"{one.config.hidden} {one.config.dtype} {other}"] = [
+            out[f"{number} {one.config.hidden} {one.config.dtype} {other}"] = [
                 f"{b.buffer} {b.relative_error:.1e}{' same bits' if b.bit_equal else ''}" for b in report.buffers
             ]
         _, stats = one(x, return_stats=True)
@@ -395,14 +384,19 @@ def layer() -> dict:
 
 def training() -> dict:
     """Gradients through backend="fused" against float64, and against what the reference's own bf16 backward gets."""
+    return {str(changes): gradients_of(changes) for changes in (cases.LAYERS[0], *cases.LAYERS[3:])}
+
+
+def gradients_of(changes: dict) -> dict:
+    """Relative error of every parameter's gradient, the kernel's and the reference's own."""
     rank, _ = rank_and_size()
-    fused = make_layer("fused")
+    fused = make_layer("fused", **changes)
     g = torch.Generator(device="cuda").manual_seed(rank)
     x = torch.randn(200, fused.config.hidden, device="cuda", generator=g).to(fused.config.torch_dtype)
     upstream = torch.randn(200, fused.config.hidden, device="cuda", generator=g).to(fused.config.torch_dtype)
     gradients = {}
     for name, dtype in (("fused", "bfloat16"), ("ref", "bfloat16"), ("exact", "float64")):
-        one = make_layer("fused" if name == "fused" else "ref", dtype=dtype)
+        one = make_layer("fused" if name == "fused" else "ref", **{**changes, "dtype": dtype})
         with torch.no_grad():
             for target, source in zip(one.parameters(), fused.parameters(), strict=True):
                 target.copy_(source)
@@ -627,6 +621,53 @@ def train_fused() -> dict:
     return out
 
 
+def families() -> dict:
+    """Blocks of transformers, every family, and the same layers on this kernel: ids equal, outputs within tolerance.
+
+    The library's 16-bit sums are less exact than the kernel's fp32 ones, so the yardstick is its own module with the
+    same weights in float64; how far its 16-bit module is from that stands beside.
+    """
+    from copy import deepcopy
+
+    from hf_models import block_on
+
+    from moe_ref.compat import from_transformers
+
+    device, out = torch.device("cuda", torch.cuda.current_device()), {}
+    for name, changes in cases.BLOCKS.items():
+        block, x = block_on(name.split()[0], device, torch.bfloat16, changes, tokens=600)
+        exact = deepcopy(block).double()
+        layer = from_transformers(block, backend="fused")
+        with torch.no_grad():
+            ids, same = library_ids(block, x), library_ids(exact, x.double())
+            # tokens whose logits are too close for 16 bits to tell apart say nothing about us
+            x = x[:, (ids == same).all(1)]
+            assert x.shape[1] >= 400, f"{name}: only {x.shape[1]} tokens without near ties"
+            wanted, theirs = library_output(exact, x.double()), library_output(block, x)
+            y, stats = layer(x, return_stats=True)
+            mine = stats.record.routing[0].expert_SK.sort(-1).values
+        assert torch.equal(mine, library_ids(block, x)), f"{name}: ids differ"
+        errors = {"fused": harness.relative(y, wanted), "library": harness.relative(theirs, wanted)}
+        errors["between"] = harness.relative(y, theirs)
+        assert errors["fused"] <= harness.TOLERANCE[torch.bfloat16], (name, errors)
+        assert errors["between"] <= harness.TOLERANCE[torch.bfloat16] + errors["library"], (name, errors)
+        out[name] = {"tokens": x.shape[1], **{k: float(f"{v:.3g}") for k, v in errors.items()}}
+        del block, exact, layer
+        backend.close_engines()
+    return out
+
+
+def library_ids(block, x: torch.Tensor) -> torch.Tensor:
+    """What a block's router chooses, ids in ascending order."""
+    router = getattr(block, "gate", None) or block.router
+    return router(x.reshape(-1, x.shape[-1]))[2].sort(-1).values
+
+
+def library_output(block, x: torch.Tensor) -> torch.Tensor:
+    y = block(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
 def small() -> dict:
     """One small call with patience, for running under compute-sanitizer."""
     case = replace(cases.SMALL, tokens=(150,), routing="gate")
@@ -637,8 +678,8 @@ def small() -> dict:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        special, uneven, repeat, graph, operations, wrong_input, refused, traced, layer, training, train_fused, matrix,
-        large, slow_start, replicas, timeout, small,
+        special, uneven, repeat, graph, operations, wrong_input, refused, traced, layer, training, train_fused,
+        families, matrix, large, slow_start, replicas, timeout, small,
     )
 }  # fmt: skip
 

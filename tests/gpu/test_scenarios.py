@@ -24,7 +24,7 @@ EVERYWHERE = (
     "train_fused", "matrix", "slow_start",
 )  # fmt: skip
 # The one that ends with a kernel's failure comes last.
-ONE_GPU = (*EVERYWHERE, "large", "timeout")
+ONE_GPU = (*EVERYWHERE, "families", "large", "timeout")
 TWO_GPUS = (*EVERYWHERE, "replicas", "timeout")
 SCRIPT = Path(__file__).parent / "scenarios.py"
 LIMIT_S = 600
