@@ -27,7 +27,30 @@ VARIANTS = {
         "spare_warps",
     ),
     "tiny": (MoEConfig(128, 64, 32, 4, dtype="bfloat16"), 1, "spare_warps"),
-}
+    "gpt_oss": (
+        MoEConfig(
+            2880, 2880, 32, 4, "clamped_swiglu", expert_bias=True, router_bias=True, interleaved=True,
+            top_k_order="before_scores", renormalize=False, dtype="bfloat16",
+        ), 1, "spare_warps",
+    ),
+    "qwen2": (
+        MoEConfig(2048, 1408, 60, 4, renormalize=False, shared_intermediate=5632, shared_gate=True, dtype="bfloat16"),
+        2, "spare_warps",
+    ),
+    "deepseek": (
+        MoEConfig(
+            1024, 512, 256, 8, scoring="sigmoid", selection_bias=True, num_groups=8, top_groups=4,
+            group_score="top2_sum", shared_intermediate=512, dtype="bfloat16",
+        ), 2, "os_block",
+    ),
+    "biases": (
+        MoEConfig(
+            512, 256, 60, 6, "gelu", gated=False, expert_bias=True, num_groups=4, top_groups=2,
+            shared_intermediate=320, dtype="float16",
+        ), 1, "tickets",
+    ),
+}  # fmt: skip
+FP32_ROUTER = ("deepseek",)
 
 
 @pytest.mark.slow
@@ -35,7 +58,8 @@ VARIANTS = {
 def test_variant_compiles_for_hopper(name, tmp_path):
     """wgmma and TMA are there, nothing spills, shared memory fits: without a GPU."""
     config, ranks, scheduler = VARIANTS[name]
-    path = compiler.compile_to_file(KernelShape.from_config(config, ranks, scheduler), tmp_path)
+    shape = KernelShape.from_config(config, ranks, scheduler, fp32_router=name in FP32_ROUTER)
+    path = compiler.compile_to_file(shape, tmp_path)
     found = compiler.inspect_file(path)
     assert found["stack_bytes"] == 0, found
     assert found["registers"] == 168, found

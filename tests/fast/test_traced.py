@@ -8,15 +8,18 @@ task list, against a list that is simply written down.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from moe_fast import compiler
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref import layout
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
+from moe_ref.gate import group_mask
 from moe_ref.runtime import encoding as enc
 
 try:
@@ -25,8 +28,9 @@ except BackendUnavailable as error:
     pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}", allow_module_level=True)
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
+from moe_fast.kernel.gate import best_groups
 from moe_fast.kernel.plan import first_expert_of
 from moe_fast.kernel.scheduler import ticket_place
 
@@ -111,3 +115,20 @@ def test_ordered_list_holds_every_task_once_and_gemm1_after_its_gemm0(row_tiles)
     assert sorted(tasks) == [(k, m, n) for k in (0, 1) for m in range(row_tiles) for n in range(columns[k])]
     last0 = {m: i for i, (k, m, _) in enumerate(tasks) if k == 0}
     assert all(i > last0[m] for i, (k, m, _) in enumerate(tasks) if k == 1)
+
+
+@pytest.mark.parametrize("kept", [1, 3, 8])
+def test_best_groups_are_the_references(kept):
+    """Bits of the best groups, ties to the lower one, as the reference's mask has them."""
+    config = MoEConfig(512, 256, 8, 1, num_groups=8, top_groups=kept, dtype="bfloat16")
+    shape = dataclasses.replace(KernelShape.from_config(config, 1), num_groups=8, top_groups=kept)
+
+    def bits(*scores):
+        group = cute.make_rmem_tensor(8, Float32)
+        for q in range(8):
+            group[q] = Float32(Int32(scores[q]))
+        return Int64(best_groups(shape, group))
+
+    values = np.random.default_rng(kept).integers(0, 6, (200, 8))
+    mask = group_mask(torch.from_numpy(values).float(), config).numpy()
+    assert evaluate(bits, values) == (mask << np.arange(8)).sum(axis=1).tolist()

@@ -124,8 +124,9 @@ LAYERS = (
     {},
     {"hidden": 128, "intermediate": 64, "experts": 32, "top_k": 4},
     {"gated": False, "dtype": "float16"},
-    {**CLAMPED, "expert_bias": True, "router_bias": True, "interleaved": True, "top_k_order": "before_scores",
-     "renormalize": False},
+    # not many values at the limit: the backward's chain, which rounds earlier, may take another side of it there
+    {**CLAMPED, "clamp_limit": 7.0, "expert_bias": True, "router_bias": True, "interleaved": True,
+     "top_k_order": "before_scores", "renormalize": False},
     {"shared_intermediate": 320, "shared_gate": True, "num_groups": 4, "top_groups": 2, "routed_scaling": 2.5},
 )  # fmt: skip
 """Layers of the tests that go through MoELayer: what they change of H = 512, D = 256, E = 8, K = 2, bf16."""
