@@ -24,6 +24,7 @@ def compile_kernels(
     config: Path | None = typer.Option(None, help="JSON file: a MoEConfig's fields, or a list of them."),
     ranks: str = typer.Option("1,2", help="Numbers of ranks, separated by commas."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets; several by commas."),
+    fp32_router: bool = typer.Option(False, help="For routers kept in fp32, as DeepSeek's."),
     out: Path | None = typer.Option(None, help="Folder; default: the cache that the fused backend loads from."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -35,7 +36,7 @@ def compile_kernels(
     from moe_ref.console import out as console
 
     shapes = [
-        KernelShape.from_config(one, int(count), name)
+        KernelShape.from_config(one, int(count), name, fp32_router=fp32_router)
         for one in _configs(config)
         for count in ranks.split(",")
         for name in scheduler.split(",")
