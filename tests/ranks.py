@@ -39,7 +39,9 @@ def run_ranks(
     The ranks in `lost` are expected to die on the way; their results are None.
     A rank's exception fails the test with that rank's traceback; a hang fails it after the time-out.
     """
-    context = mp.get_context("spawn")
+    # Every process starts as a fork of one that has imported torch: imports are most of a small test's time.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "moe_ref", "moe_ref.layer", "moe_ref.train.job"])
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
