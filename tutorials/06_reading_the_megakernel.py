@@ -181,38 +181,40 @@ real = ladder["rows"] / ladder["padded_rows"]  # experts' last tiles are partly 
 
 multiply = 2 * 128 * 256 * 64 / (dense * 1e12 / sms) * 1e6  # µs per step
 copy = (128 + 256) * 64 * 2 / (64 * clock) * 1e6
-latency, epilogue, steps = 0.7, 2.0, 2048 // 64
-busy = steps * multiply
+latency, epilogue = 0.7, 2.0
+busy = 2048 // 64 * multiply  # all steps of a tile
 tiles = ladder["padded_rows"] // 128 * (2048 // 256)
 waves = tiles / sms / -(-tiles // sms)  # the last wave of tiles is not full
+print(f"a step: {multiply:.2f} µs of products, {copy:.2f} µs of copying")
+print(f"{1 - real:.0%} of the tiles' rows are padding, waves are {waves:.0%} full")
+
+# %%
 predicted = {
     "plain": sms * 128 * 2 * clock / 2 * 1e-12 * real,
     "tma": dense * real * multiply / (multiply + copy + latency),
     "pipeline": dense * real * busy / (busy + latency + copy + epilogue),
     "persistent": dense * real * waves * busy / (busy + epilogue),
 }
-predicted["wgmma"] = predicted["tma"]  # the same turns; what the copying threads cost is not predicted
+predicted["wgmma"] = predicted["tma"]  # the same turns
 predicted["fused"] = predicted["persistent"]
-print(f"a step: {multiply:.2f} µs of products, {copy:.2f} µs of copying; {1 - real:.0%} of the tiles' rows are padding")
 
 # %%
 # figure: Rate per GPU of each level, measured on H200 in one run with the library beside it (bars), and as predicted above (diamonds).
 import matplotlib.pyplot as plt
 
-names = {f"{'library:' if one['level'] is None else one['level']} {one['name']}": one for one in ladder["levels"]}
 fig, ax = plt.subplots(figsize=(7, 4.2))
-colors = ["C0" if level["level"] is not None else "0.6" for level in names.values()]
-ax.barh(list(names), [level["tflops"] for level in names.values()], color=colors)
-diamonds = {label: predicted[level["name"]] for label, level in names.items() if level["name"] in predicted}
-ax.plot(list(diamonds.values()), list(diamonds), "D", color="C1", label="predicted")
+for level in ladder["levels"]:
+    number = "library:" if level["level"] is None else level["level"]
+    label, guess = f"{number} {level['name']}", predicted.get(level["name"])
+    ax.barh(label, level["tflops"], color="0.6" if level["level"] is None else "C0")
+    if guess is not None:
+        ax.plot(guess, label, "D", color="C1")
+    said = f"predicted {guess:4.0f}, " if guess else " " * 16
+    print(f"{label:18} {said}measured {level['tflops']:6.1f} TFLOP/s  {level['ms']['median']:7.3f} ms")
 ax.set(xlabel="TFLOP/s per GPU, padding not counted")
 ax.invert_yaxis()
-ax.legend()
 plt.show()
-print(f"recorded on {ladder['date'][:10]}, {ladder['device']}: {ladder['command']}")
-for label, level in names.items():
-    guess = f"{predicted[level['name']]:6.0f}" if level["name"] in predicted else "      "
-    print(f"{label:18} predicted {guess}  measured {level['tflops']:6.1f} TFLOP/s  {level['ms']['median']:7.3f} ms")
+print(f"recorded on {ladder['date'][:10]}, {ladder['device']}:\n{ladder['command']}")
 
 # %% [markdown]
 # Read the figure from above:
@@ -304,11 +306,12 @@ print("all checks passed")
 #     schedules and three subscribe. With `tickets` there is no scheduler; each dispatcher draws the next number of an
 #     ordered list. They differ only in where the next task word comes from.
 #
-# 2. A call must not reset counters, and a captured graph must be replayable. How does a counter know what to expect?
+# 2. Level 5 waits on counters inside a launch. Why can it not wait for ever, and what would have to change so that it could?
 #
 # ??? success "Answer"
-#     It only grows. The owner adds what this call will bring (known from the counts) to the last target, and compares by
-#     difference, so a wrap of 32 bits is harmless. See [memory ordering](../concepts/memory-ordering.md).
+#     Every block is resident and works through its entries in order, and in the list a second product stands after all
+#     first products of its row tile: the first unfinished task can always run. With more blocks than fit at once, or with
+#     second products listed first, blocks could hold the multiprocessors while those that they wait for never start.
 #
 # 3. With 128 experts and 1024 tokens per GPU, which level would the prediction put where, and why is it then no use?
 #
@@ -316,13 +319,6 @@ print("all checks passed")
 #     2048 rows over 128 experts are 16 each: every expert fills an eighth of one tile, `real` is 0.125, and so is the best
 #     rate of any level. But then time goes with bytes, not with products: all weights are read once, 2 GB at 4.3 TB/s, which
 #     no better pipeline changes. Try it on a GPU: `python -m moe_fast.ladder --layer paper-e128 --tokens 1024`.
-#
-# 4. Level 5 waits on counters inside a launch. Why can it not wait for ever, and what would have to change so that it could?
-#
-# ??? success "Answer"
-#     Every block is resident and works through its entries in order, and in the list a second product stands after all
-#     first products of its row tile: the first unfinished task can always run. With more blocks than fit at once, or with
-#     second products listed first, blocks could hold the multiprocessors while those that they wait for never start.
 #
 # ## In the papers
 #
