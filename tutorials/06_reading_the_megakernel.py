@@ -34,8 +34,8 @@ print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
 
 # %% [markdown]
 # Of 12 warps, eight multiply. The other four keep them busy: one brings operands, one finds the next task, one stores
-# results and tells others, one pushes token rows. The two warpgroups of consumers never wait on global memory; they wait
-# for a barrier in shared memory that the loader fulfils.
+# results and tells others, one pushes token rows (or, in a few blocks, schedules). The two warpgroups of consumers never
+# wait on global memory; they wait for a barrier in shared memory that the loader fulfils.
 #
 # ```mermaid
 # flowchart LR
@@ -49,7 +49,7 @@ print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
 # ## The loader
 #
 # For each step of depth 64 it waits until the stage is empty, announces how many bytes will come, and starts three bulk
-# copies: 128 rows, and two halves of the weight tile. It never sees the data.
+# copies: the rows, and two halves of the weight tile. It never sees the data.
 
 # %%
 show("gemm.py", "load_product")
@@ -130,11 +130,13 @@ else:
 print(found)
 
 # %% [markdown]
-# No stack frame and no spills although each consumer thread holds a 64×256 fp32 accumulator slice: warps trade registers
-# (`setmaxregister`, 88 for the four helpers, 208 for the consumers). The tensor-core instructions are few, because they
-# stand in a loop. Around the first of them:
+# No stack frame and no spills although a consumer warpgroup holds 64×256 fp32 sums, 128 registers of each thread: warps
+# trade registers (`setmaxregister`), the helpers have fewer than the consumers. The tensor-core instructions are few, because
+# they stand in a loop. Around the first of them:
 
 # %%
+source = (kernel / "megakernel.py").read_text().splitlines()
+print(next(line for line in source if line.startswith("LOAD_REGISTERS, MATH_REGISTERS")))
 if listing:
     first = next(i for i, line in enumerate(listing) if "HGMMA" in line)
     for line in listing[first : first + 12]:
