@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -105,3 +110,24 @@ def test_sizes_that_do_not_divide_are_refused():
         compile_level("plain", 100, 256)
     with pytest.raises(ValueError, match="no level 'fast'"):
         compile_level("fast", 256, 256)
+
+
+def test_the_record_holds_every_level():
+    """All eight levels and the library, each right, each rate that of its time."""
+    path = Path(__file__).parents[2] / "docs" / "results" / "ladder_h200.json"
+    found = json.loads(path.read_text())
+    levels = found["levels"]
+    assert [row["level"] for row in levels] == [*range(8), None, None]
+    flops = 4 * found["rows"] * 2048 * 2048
+    for row in levels:
+        assert row["tflops"] == pytest.approx(flops / row["ms"]["median"] * 1e-9, abs=0.1)
+        assert row["level"] is None or row["relative_error"] < 4e-3
+    assert max(row["tflops"] for row in levels) == levels[-1]["tflops"], "faster than the library's dense products"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_gpu_it_says_so():
+    done = subprocess.run([sys.executable, "-m", "moe_fast.ladder"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("the ladder needs a CUDA device")
+    assert "Traceback" not in done.stderr

@@ -124,3 +124,14 @@ def test_a_killed_process_ends_the_training(tmp_path: Path) -> None:
     print(f"ended {end.seconds:.1f} s after the kill")
     assert sharded.read_meta(tmp_path)["step"] >= 1
     assert sharded.full_state_dict(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpus() < 1, reason="needs one GPU of compute capability 9.0")
+def test_every_level_of_the_ladder_is_right() -> None:
+    """The program compares each level with fp32 arithmetic, calls it twice, and ends with 1 if one is wrong."""
+    command = [sys.executable, "-m", "moe_fast.ladder", "--layer", "paper-e8", "--tokens", "1000", "--repetitions", "1"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    levels = [row["level"] for row in json.loads(done.stdout)["levels"] if row["level"] is not None]
+    assert levels == list(range(7))
