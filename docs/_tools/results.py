@@ -114,11 +114,19 @@ def table(items: Any, keys: list[str] | None = None) -> str:
         row = []
         for key in keys:
             try:
-                row.append(number(find(item, key) if "." in key and key not in item else item.get(key)))
+                row.append(_cell(find(item, key) if "." in key and key not in item else item.get(key)))
             except ResultMissing:
                 row.append(MISSING)
         rows.append(row)
     return _headed(rows, [_column(key) for key in keys])
+
+
+def _cell(value: Any) -> str:
+    """A value in a table; short names with a hyphen, such as those of layers, stay in one line."""
+    text = number(value)
+    if isinstance(value, str) and re.fullmatch(r"[a-z]\w*-[\w-]{1,20}", value):
+        return f'<span class="name">{text}</span>'
+    return text
 
 
 def _column(key: str) -> str:

@@ -32,6 +32,8 @@ def test_placeholders_become_what_the_file_says(recorded) -> None:
     table = results.fill("{{ table one rows zipf,a.mean }}")
     assert table.splitlines() == ["| zipf | a |", "|---:|---:|", "| 0.5 | 1.25 |", "| 1 | 2,000 |"]
     assert "| flow | 3 | yes |" in results.fill("{{ table one solvers }}")
+    named = results.table([{"layer": "paper-e8", "idea": "a well-known one", "size": "-3"}])
+    assert named.splitlines()[-1] == '| <span class="name">paper-e8</span> | a well-known one | -3 |'
     provenance = results.fill("{{ provenance one }}")
     assert "`0123456789ab-dirty`" in provenance
     assert "torch 1." in provenance
@@ -101,6 +103,13 @@ def test_every_public_module_is_in_the_api() -> None:
             if any(part.startswith("_") for part in module.split(".")):
                 continue
             assert module in listed, f"{module} has no place in docs/_tools/api.py"
+
+
+def test_no_page_stands_twice_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = re.findall(r": ([\w/-]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
+    assert len(pages) > 15
+    assert len(pages) == len(set(pages)), sorted(page for page in set(pages) if pages.count(page) > 1)
 
 
 def test_every_named_test_exists() -> None:
