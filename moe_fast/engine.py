@@ -30,7 +30,7 @@ from moe_fast.kernel.shapes import (
 from moe_ref.errors import UsageError
 from moe_ref.layout import ceil_div
 
-TRACKS, EVENTS = 3, 512
+TRACKS, EVENTS = 5, 512
 """Tracks of a block and events of a track in traced variants: those of `signals.TRACKS` and `signals.EVENTS`."""
 
 

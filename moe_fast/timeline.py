@@ -16,7 +16,7 @@ from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.simulator import Interval
 
 PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine"}
-ACTORS = ("processor", "storer", "spare")
+ACTORS = ("processor", "storer", "spare", "first", "second")
 
 
 @dataclass(frozen=True)

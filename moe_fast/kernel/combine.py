@@ -14,9 +14,22 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from moe_fast.kernel.gemm import LOG2E
 from moe_fast.kernel.shapes import TOKEN_TILE, KernelShape
-from moe_fast.kernel.signals import Args, Role, Wait, gmem, read, wait_reached
+from moe_fast.kernel.signals import (
+    Args,
+    Phase,
+    Role,
+    Wait,
+    aborted,
+    combined_word,
+    gmem,
+    note,
+    read,
+    side_counters,
+    wait_reached,
+    word,
+)
 from moe_ref.layout import return_row
-from moe_ref.runtime.encoding import combine_tasks
+from moe_ref.runtime.encoding import combine_tasks, reached
 
 VECTOR = 8
 """Elements of 16 bytes."""
@@ -128,6 +141,66 @@ def combine_token(
 
 
 @cute.jit
+def claim(a: Args, side: Int32, token_tile: Int32, bits: Int32, lane: Int32) -> Int32:
+    """Whole warp: those of the tokens (bits of a tile) that no warp has taken yet; from now on they are this warp's."""
+    old = Int32(0)
+    if lane == 0:
+        place = word(side_counters(a, side), combined_word(a, token_tile))
+        old = cute.arch.atomic_or(place, bits, sem="relaxed", scope="gpu")
+    return bits & ~cute.arch.shuffle_sync(old, 0)
+
+
+@cute.jit
+def combine_early(
+    k: cutlass.Constexpr[KernelShape],
+    dtype: cutlass.Constexpr,
+    a: Args,
+    side: Int32,
+    first: Int32,
+    stride: Int32,
+    over: cute.Pointer,
+    block: Int32,
+    lane: Int32,
+):
+    """A spare warp, while products run: the tokens of tiles first, first + stride, ... whose rows are all back.
+
+    over: word of shared memory that is nonzero when this block has no more products.
+    """
+    counters = a.heap + a.back_at + Int64(side * a.max_tokens) * 4
+    targets = a.back_target + Int64(side * a.max_tokens) * 4
+    go = Boolean(first * TOKEN_TILE < a.tokens)
+    tile = first
+    while go:
+        token = tile * TOKEN_TILE + lane
+        back = Boolean(False)
+        if token < a.tokens:
+            scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
+            back = reached(read(counters, token, sem="acquire", scope=scope), read(targets, token))
+        taken = read(side_counters(a, side), combined_word(a, tile), sem="relaxed", scope="gpu")
+        bits = cute.arch.vote_ballot_sync(back) & ~taken
+        if bits != 0:
+            start = Int64(0)
+            if cutlass.const_expr(k.trace):
+                start = Int64(cute.arch.globaltimer())
+            # two at a time: what one warp has claimed, the consumers can't help with when the products are over
+            others = bits & (bits - 1)
+            bits = claim(a, side, tile, bits ^ (others & (others - 1)), lane)
+            while bits != 0:
+                inside = Int32(cute.arch.popc((bits & (0 - bits)) - 1))
+                combine_token(k, dtype, a, side, tile * TOKEN_TILE + inside, lane)
+                bits = bits & (bits - 1)
+            if cutlass.const_expr(k.trace):
+                if lane == 0:
+                    note(a, block, 2, start, Int64(Phase.COMBINE))
+        tile += stride
+        if tile * TOKEN_TILE >= a.tokens:
+            tile = first
+        go = cute.arch.load(over, Int32, sem="relaxed", scope="cta", ss="cta") == 0
+        if aborted(a):
+            go = Boolean(False)
+
+
+@cute.jit
 def combine(
     k: cutlass.Constexpr[KernelShape],
     dtype: cutlass.Constexpr,
@@ -137,17 +210,25 @@ def combine(
     warps: Int32,
     lane: Int32,
 ):
-    """Warp number `warp` of `warps` combines its share of this rank's tokens."""
-    counters = a.heap + a.back_at + Int64(side * a.token_tiles) * 4
-    targets = a.back_target + Int64(side * a.token_tiles) * 4
+    """Warp number `warp` of `warps` combines its share of the tokens that nobody has combined yet."""
+    counters = a.heap + a.back_at + Int64(side * a.max_tokens) * 4
+    targets = a.back_target + Int64(side * a.max_tokens) * 4
     turn = warp
     go = Boolean(True)
     while go and turn < combine_tasks(a.tokens, TOKENS_PER_TURN):
-        token = turn * TOKENS_PER_TURN
-        part = token // TOKEN_TILE
-        scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
-        go = wait_reached(counters, part, read(targets, part), a, Role.COMBINE, Wait.BACK, part, scope)
+        first = turn * TOKENS_PER_TURN
+        shift = first % TOKEN_TILE
+        count = min(Int32(TOKENS_PER_TURN), a.tokens - first)
+        bits = claim(a, side, first // TOKEN_TILE, ((1 << count) - 1) << shift, lane) >> shift
+        bits = bits & ((1 << TOKENS_PER_TURN) - 1)
+        if bits != 0:
+            # lane l waits for token l % 4 of the turn
+            token = min(first + lane % TOKENS_PER_TURN, a.tokens - 1)
+            scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
+            go = wait_reached(counters, token, read(targets, token), a, Role.COMBINE, Wait.BACK, token, scope)
+            go = cute.arch.vote_all_sync(go)
         if go:
-            for i in range(min(Int32(TOKENS_PER_TURN), a.tokens - token)):
-                combine_token(k, dtype, a, side, token + i, lane)
+            for i in range(TOKENS_PER_TURN):
+                if ((bits >> i) & 1) != 0:
+                    combine_token(k, dtype, a, side, first + i, lane)
         turn += warps

@@ -21,12 +21,21 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
-from moe_fast.kernel.shapes import CHUNK, HALF_COLUMNS, HOME_BITS, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
+from moe_fast.kernel.shapes import (
+    AHEAD,
+    CHUNK,
+    HALF_COLUMNS,
+    HOME_BITS,
+    STAGES,
+    TILE_COLUMNS,
+    TILE_K,
+    TILE_ROWS,
+    KernelShape,
+)
 from moe_fast.kernel.signals import Args, gmem
 
 LOWEST = 1 << 24
 """Device addresses are above this, offsets inside a row below."""
-STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2
 PIECE = 4
 """Values that the epilogue rounds together."""
 LOG2E = 1.4426950408889634
@@ -58,14 +67,25 @@ def load_product(
     first_half: cute.Tensor,
     second_half: cute.Tensor,
     weight_smem: cute.Tensor,
+    asked: cute.Pointer,
+    rows_there: cutlass.Constexpr,
 ) -> Int32:
-    """The whole loader warp streams one task's operands; returns the new running count of stages."""
+    """The whole loader warp streams one task's operands; returns the new running count of stages.
+
+    asked: barrier of the dispatcher, which is told AHEAD steps before the end to fetch the next task: in time for its
+    operands, and not long before, for a task that waits behind this one could run elsewhere.
+    rows_there: rows that rows_atom loads, 128, or 64 where the others are padding (rows_smem then counts half stages).
+    """
     for step in range(depth):
         stage = count % STAGES
+        if step == max(depth - AHEAD, 0):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(asked)
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, STAGE_BYTES)
-        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + TILE_COLUMNS) * TILE_K * 2)
+        place = stage * (TILE_ROWS // rows_there)
+        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
         count += 1

@@ -27,7 +27,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from moe_fast.kernel import gate
-from moe_fast.kernel.combine import combine
+from moe_fast.kernel.combine import combine, combine_early
 from moe_fast.kernel.dispatch import push_first, push_rest, wait_list
 from moe_fast.kernel.gemm import (
     home_address,
@@ -61,6 +61,7 @@ from moe_fast.kernel.shapes import (
     TILE_COLUMNS,
     TILE_K,
     TILE_ROWS,
+    WORDS,
     KernelShape,
     PlanWord,
 )
@@ -89,8 +90,12 @@ from moe_fast.kernel.subscriber import subscribe
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import GEMM0, STOP, side_of, task_slot
 
-LOAD_REGISTERS, MATH_REGISTERS = 88, 208
-"""128 * 88 + 256 * 208 = 64,512, all registers of an SM."""
+LOAD_REGISTERS, MATH_REGISTERS = 104, 200
+"""128 * 104 + 256 * 200 = 64,512, all registers of an SM. With 88 and 208 the spare warp spills."""
+SENT = 2 * WORDS
+"""Barriers of finished GEMM1 tiles: more than the words by which consumers can be ahead of the storer."""
+BIASES = WORDS + 1
+"""Places for the biases of a task: the loader is at most that many tasks ahead of the epilogue."""
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 
 
@@ -136,14 +141,18 @@ class MegaKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         lA1, lB1, lC1, lG1 = (cute.slice_(x, (None, None, 0)) for x in (lA, lBh, lCs, lG))
         rows_box, half_box, chunk_box = (TILE_ROWS, TILE_K), (HALF_COLUMNS, TILE_K), (64, CHUNK)
+        lAh = cute.tile_to_shape(atom, (TILE_ROWS // 2, TILE_K, STAGES * 2), order=(0, 1, 2))
+        lAh1, half_rows_box = cute.slice_(lAh, (None, None, 0)), (TILE_ROWS // 2, TILE_K)
         aX, tX = cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box)
         aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lG1, (k.gate_columns, TILE_K))
         aRows, tRows = cpasync.make_tiled_tma_atom(load, mRows, lA1, rows_box)
         aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box)
+        aRowsHalf, tRowsHalf = cpasync.make_tiled_tma_atom(load, mRows, lAh1, half_rows_box)
+        aHiddenHalf, tHiddenHalf = cpasync.make_tiled_tma_atom(load, mHidden, lAh1, half_rows_box)
         aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box)
         aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box)
         aOut, tOut = cpasync.make_tiled_tma_atom(store, mHidden, lC1, chunk_box)
-        lBias = cute.make_layout((HALF_COLUMNS, 1, 4), stride=(1, HALF_COLUMNS, HALF_COLUMNS))
+        lBias = cute.make_layout((HALF_COLUMNS, 1, 2 * BIASES), stride=(1, HALF_COLUMNS, HALF_COLUMNS))
         bias, shared = (), ()
         if cutlass.const_expr(k.expert_bias):
             lBias1, bias_box = cute.slice_(lBias, (None, None, 0)), (HALF_COLUMNS, 1)
@@ -170,14 +179,16 @@ class MegaKernel:
         class Shared:
             ab_full: cute.struct.MemRange[Int64, STAGES]
             ab_empty: cute.struct.MemRange[Int64, STAGES]
-            word_full: cute.struct.MemRange[Int64, 1]
-            word_empty: cute.struct.MemRange[Int64, 1]
+            word_full: cute.struct.MemRange[Int64, WORDS]
+            word_empty: cute.struct.MemRange[Int64, WORDS]
+            asked: cute.struct.MemRange[Int64, 1]
             chunk_full: cute.struct.MemRange[Int64, 4]
             chunk_empty: cute.struct.MemRange[Int64, 4]
-            sent: cute.struct.MemRange[Int64, 1]
+            sent: cute.struct.MemRange[Int64, SENT]
+            over: cute.struct.MemRange[Int64, 1]
             peers: cute.struct.MemRange[Int64, k.ranks]
-            slot: cute.struct.MemRange[Int64, 1]
-            sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * 2 if k.expert_bias else 0], 128]
+            slots: cute.struct.MemRange[Int64, WORDS]
+            sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * BIASES if k.expert_bias else 0], 128]
             sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lA)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lB)], 1024]
             sC: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lC)], 1024]
@@ -185,7 +196,7 @@ class MegaKernel:
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            bias, shared, lA, lB, lBh, lG, lC, lCs, lBias,
+            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, bias, shared, lA, lAh, lB, lBh, lG, lC, lCs, lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -194,8 +205,9 @@ class MegaKernel:
         aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
-        aOut: cute.CopyAtom, tOut: cute.Tensor, bias: tuple, shared: tuple,
-        lA: cute.ComposedLayout, lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
+        aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
+        aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, bias: tuple, shared: tuple,
+        lA: cute.ComposedLayout, lAh: cute.ComposedLayout, lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
     ):  # fmt: skip
         """Hand out the roles; leave together.
@@ -221,7 +233,8 @@ class MegaKernel:
         ab_full, ab_empty = s.ab_full.data_ptr(), s.ab_empty.data_ptr()
         word_full, word_empty = s.word_full.data_ptr(), s.word_empty.data_ptr()
         chunk_full, chunk_empty = s.chunk_full.data_ptr(), s.chunk_empty.data_ptr()
-        sent, slot = s.sent.data_ptr(), s.slot.data_ptr()
+        sent, slots, asked = s.sent.data_ptr(), s.slots.data_ptr(), s.asked.data_ptr()
+        over = cute.recast_ptr(s.over.data_ptr(), dtype=Int32)
         if warp_id == 0:
             for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut, *bias[::2], *shared[::2]):
                 cpasync.prefetch_descriptor(descriptor)
@@ -232,15 +245,20 @@ class MegaKernel:
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(chunk_full + i, 4)
                     cute.arch.mbarrier_init(chunk_empty + i, 1)
-                cute.arch.mbarrier_init(sent, 8)
-                cute.arch.mbarrier_init(word_full, 1)
-                cute.arch.mbarrier_init(word_empty, READERS)
+                for i in cutlass.range_constexpr(SENT):
+                    cute.arch.mbarrier_init(sent + i, 8)
+                cute.arch.store(over, Int32(0))
+                for i in cutlass.range_constexpr(WORDS):
+                    cute.arch.mbarrier_init(word_full + i, 1)
+                    cute.arch.mbarrier_init(word_empty + i, READERS)
+                cute.arch.mbarrier_init(asked, 1)
         if thread < k.ranks:
             cute.arch.store(s.peers.data_ptr() + thread, read(a.peers, thread, Int64))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
+        sAh = s.sA.get_tensor(lAh.outer, swizzle=lAh.inner)
         sB = s.sB.get_tensor(lB.outer, swizzle=lB.inner)
         sBh = s.sB.get_tensor(lBh.outer, swizzle=lBh.inner)
         sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
@@ -256,19 +274,20 @@ class MegaKernel:
                 if warp_id == 0:
                     self.load(
                         a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond,
-                        bias, shared, sA, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slot, word_full,
-                        word_empty, side, block, processors, token_tiles,
+                        aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, bias, shared, sA, sAh, sBh, sG,
+                        cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked, side,
+                        block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
-                        dispatch_words(k, a, side, slot, word_full, word_empty, block, processors)
+                        dispatch_words(k, a, side, slots, word_full, word_empty, asked, block, processors)
                 elif warp_id == 2:
                     self.store(
-                        a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slot, word_full, word_empty, side,
+                        a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slots, word_full, word_empty, side,
                         block, lane,
                     )  # fmt: skip
                 else:
-                    self.spare(a, side, block, processors, lane)
+                    self.spare(a, side, block, processors, over, lane)
             elif cutlass.const_expr(k.scheduler == "os_block"):
                 if wait_plan(a, side, Role.SCHEDULER):
                     row_tiles = read(a.plan, PlanWord.ROW_TILES)
@@ -280,8 +299,8 @@ class MegaKernel:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
                 a, sA, sB, sG, sC, s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full,
-                chunk_empty, sent, slot, word_full, word_empty, epoch, side, block, blocks, processors, token_tiles,
-                thread - 128,
+                chunk_empty, sent, slots, over, word_full, word_empty, epoch, side, block, blocks, processors,
+                token_tiles, thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()
@@ -310,10 +329,11 @@ class MegaKernel:
     def load(
         self, a: Args, aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
-        aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor, bias: tuple,
-        shared: tuple, sA: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor, sBias: cute.Tensor,
-        full: cute.Pointer, empty: cute.Pointer,
-        slot: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer,
+        aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
+        aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
+        bias: tuple, shared: tuple, sA: cute.Tensor, sAh: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
+        sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
+        slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
         side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
     ):  # fmt: skip
         """The loader warp."""
@@ -325,6 +345,8 @@ class MegaKernel:
             (aRows, tRows, (TILE_ROWS, TILE_K), sA),
             (aHidden, tHidden, (TILE_ROWS, TILE_K), sA),
             (aRouter, tRouter, (k.gate_columns, TILE_K), sG),
+            (aRowsHalf, tRowsHalf, (TILE_ROWS // 2, TILE_K), sAh),
+            (aHiddenHalf, tHiddenHalf, (TILE_ROWS // 2, TILE_K), sAh),
         ):
             tiled = cute.local_tile(tensor, box, (None, None))
             pairs.append(
@@ -348,6 +370,8 @@ class MegaKernel:
             (sRows, gRows),
             (sHidden, gHidden),
             (sRouter, gRouter),
+            (sRowsHalf, gRowsHalf),
+            (sHiddenHalf, gHiddenHalf),
             (sFirst, gFirst),
             (_, gUp),
             (sSecond, gSecond),
@@ -400,7 +424,7 @@ class MegaKernel:
         number = Int32(0)
         go = Boolean(True)
         while go:
-            word = take_word(slot, word_full, word_empty, number)
+            word = take_word(slots, word_full, word_empty, number)
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
@@ -417,12 +441,12 @@ class MegaKernel:
                             first, second = column * 2, column * 2 + 1
                         load_bias(
                             full, empty, count, aFirstBias, gFirstBias[(None, first, expert)],
-                            gUpBias[(None, second, expert)], sFirstBias, number & 1,
+                            gUpBias[(None, second, expert)], sFirstBias, number % BIASES,
                         )  # fmt: skip
                     else:
                         load_bias(
                             full, empty, count, aSecondBias, gSecondBias[(None, low, expert)],
-                            gSecondBias[(None, high, expert)], sSecondBias, number & 1,
+                            gSecondBias[(None, high, expert)], sSecondBias, number % BIASES,
                         )  # fmt: skip
                 routed = Boolean(True)
                 if cutlass.const_expr(k.shared_intermediate > 0):
@@ -433,7 +457,7 @@ class MegaKernel:
                             count = load_product(
                                 k.depth0, full, empty, count, aX, gX[(None, row_tile, None)], sX,
                                 aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
-                                sSharedFirst,
+                                sSharedFirst, asked, TILE_ROWS,
                             )  # fmt: skip
                         else:
                             wait_reached(
@@ -445,6 +469,7 @@ class MegaKernel:
                                 k.shared_depth1, full, empty, count, aSharedHidden,
                                 gSharedHidden[(None, row_tile, None)], sSharedHidden, aSharedSecond,
                                 gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
+                                asked, TILE_ROWS,
                             )  # fmt: skip
                 if routed:
                     if kind == GEMM0:
@@ -452,27 +477,41 @@ class MegaKernel:
                             arrived, row_tile, read(targets, row_tile), a, Role.LOADER, Wait.ARRIVED, row_tile, "sys"
                         )
                         cute.arch.fence_proxy("async")
-                        count = load_product(
-                            k.depth0, full, empty, count,
-                            aRows, gRows[(None, side * (a.rows // TILE_ROWS) + row_tile, None)], sRows,
-                            aFirst, gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst,
-                        )  # fmt: skip
+                        gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
+                        tile = side * (a.rows // TILE_ROWS) + row_tile
+                        if filled_rows(word) > TILE_ROWS // 2:
+                            count = load_product(
+                                k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
+                                sFirst, asked, TILE_ROWS,
+                            )  # fmt: skip
+                        else:
+                            count = load_product(
+                                k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)], sRowsHalf,
+                                aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2,
+                            )  # fmt: skip
                     else:
                         wait_reached(
                             counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile,
                             "gpu",
                         )  # fmt: skip
                         cute.arch.fence_proxy("async")
-                        count = load_product(
-                            k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
-                            gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)], sSecond,
-                        )  # fmt: skip
+                        gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
+                        if filled_rows(word) > TILE_ROWS // 2:
+                            count = load_product(
+                                k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
+                                aSecond, gA, gB, sSecond, asked, TILE_ROWS,
+                            )  # fmt: skip
+                        else:
+                            count = load_product(
+                                k.depth1, full, empty, count, aHiddenHalf, gHiddenHalf[(None, row_tile * 2, None)],
+                                sHiddenHalf, aSecond, gA, gB, sSecond, asked, TILE_ROWS // 2,
+                            )  # fmt: skip
             number += 1
 
     @cute.jit
     def store(
         self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, shared: tuple, sCs: cute.Tensor,
-        full: cute.Pointer, empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
+        full: cute.Pointer, empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer, word_full: cute.Pointer,
         word_empty: cute.Pointer, side: Int32, block: Int32, lane: Int32,
     ):  # fmt: skip
         """The storer warp."""
@@ -490,7 +529,7 @@ class MegaKernel:
         number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(True)
         while go:
-            word = take_word(slot, word_full, word_empty, number)
+            word = take_word(slots, word_full, word_empty, number)
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
@@ -502,7 +541,7 @@ class MegaKernel:
                     if kind == GEMM0:
                         cute.arch.mbarrier_wait(full, parity & 1)
                     else:
-                        cute.arch.mbarrier_wait(sent, returns & 1)
+                        cute.arch.mbarrier_wait(sent + returns % SENT, (returns // SENT) & 1)
                     start = Int64(cute.arch.globaltimer())
                 if kind == GEMM0:
                     for c in cutlass.range_constexpr(chunks):
@@ -543,7 +582,7 @@ class MegaKernel:
                             add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
                     parity += chunks // 2
                 else:
-                    cute.arch.mbarrier_wait(sent, returns & 1)
+                    cute.arch.mbarrier_wait(sent + returns % SENT, (returns // SENT) & 1)
                     count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
                     returns += 1
                 if cutlass.const_expr(k.trace):
@@ -552,8 +591,8 @@ class MegaKernel:
             number += 1
 
     @cute.jit
-    def spare(self, a: Args, side: Int32, block: Int32, processors: Int32, lane: Int32):
-        """The spare warp: zero the other side's counters, then schedule, subscribe or push rows."""
+    def spare(self, a: Args, side: Int32, block: Int32, processors: Int32, over: cute.Pointer, lane: Int32):
+        """The spare warp: zero the other side's counters, then schedule, subscribe, or push rows and combine."""
         k = self.shape
         other = side_counters(a, 1 - side)
         for i in range(block * 32 + lane, a.counter_words, processors * 32):
@@ -573,15 +612,18 @@ class MegaKernel:
                 start = self.now()
                 push_rest(k, a, side, lane)
                 self.mark(a, block, 2, start, Phase.PUSH, lane == 0)
+                first = block
+                if cutlass.const_expr(k.scheduler == "spare_warps"):
+                    first = block - 4
+                combine_early(k, self.dtype, a, side, first, processors - (block - first), over, block, lane)
 
     @cute.jit
     def consume(
         self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, memory: cute.Pointer,
         sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
-        chunk_full: cute.Pointer,
-        chunk_empty: cute.Pointer, sent: cute.Pointer, slot: cute.Pointer, word_full: cute.Pointer,
-        word_empty: cute.Pointer, epoch: Int32, side: Int32, block: Int32, blocks: Int32, processors: Int32,
-        token_tiles: Int32, thread: Int32,
+        chunk_full: cute.Pointer, chunk_empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer,
+        over: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+        block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
     ):  # fmt: skip
         """The two consumer warpgroups, 256 threads."""
         k, dtype = self.shape, self.dtype
@@ -647,10 +689,10 @@ class MegaKernel:
         self.mark(a, block, 0, start, Phase.PUSH, thread == 0)
 
         # the products
-        number, parity = Int32(0), Int32(0)
+        number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(block < processors)
         while go:
-            word = take_word(slot, word_full, word_empty, number)
+            word = take_word(slots, word_full, word_empty, number)
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
@@ -675,10 +717,15 @@ class MegaKernel:
                     count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
                 else:
                     count = pass_over(full, empty, count, depth)
+                if cutlass.const_expr(k.trace):
+                    if thread == 0:
+                        note(a, block, 3, start, word)
+                    if thread == 128:
+                        note(a, block, 4, start, word)
                 if kind == GEMM0:
                     store_chunks(
                         k, dtype, group, parity, flat, copy, buffers, chunk_full, chunk_empty, packed,
-                        sBias + (number & 1) * TILE_COLUMNS, thread,
+                        sBias + number % BIASES * TILE_COLUMNS, thread,
                     )  # fmt: skip
                     parity += 1 if k.gated else 2
                 else:
@@ -690,16 +737,19 @@ class MegaKernel:
                             address = a.shared_rows + token * (k.hidden * k.element_size)
                     return_rows(
                         k, dtype, address, column, group, parity, flat, copy, buffers, memory, chunk_empty, packed,
-                        sBias + (number & 1) * TILE_COLUMNS, thread,
+                        sBias + number % BIASES * TILE_COLUMNS, thread,
                     )  # fmt: skip
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(sent)
+                        cute.arch.mbarrier_arrive(sent + returns % SENT)
+                    returns += 1
                 if cutlass.const_expr(k.trace):
                     if thread == 0:
                         note(a, block, 0, start, word)
             number += 1
 
+        if thread == 0:
+            cute.arch.store(over, Int32(1), sem="relaxed", scope="cta", ss="cta")
         start = self.now()
         if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
             combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)

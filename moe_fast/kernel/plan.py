@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import TILE_ROWS, TOKEN_TILE, UNIT_ROWS, Counter, KernelShape, PlanWord, Status
+from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord, Status
 from moe_fast.kernel.signals import Args, Role, Wait, add, peer, read, side_counters, wait_reached, write
 from moe_ref.layout import ceil_div, compact_row
 from moe_ref.runtime.encoding import counts_signal, next_target
@@ -126,10 +126,10 @@ def make_plan(
         for p in cutlass.range_constexpr(k.ranks):
             write(peer(a, p) + a.counts_at, row + k.experts, status)
             write(peer(a, p) + a.counts_at, row + k.experts + 1, a.tokens)
-    cute.arch.fence_acq_rel_sys()
     sync_consumers()
     if thread < k.ranks:
         address = peer(a, thread) + a.counts_flag_at
+        # covers what the other threads wrote before the barrier
         cute.arch.fence_acq_rel_sys()
         write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
         heard = wait_reached(
@@ -256,21 +256,17 @@ def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
             )
             # an entry of the send list: the route, and the row where it lands
             write(a.send, place, Int64(first + r) | (Int64(place + read(a.row_shift, expert)) << 32), Int64)
-    if thread < TILE_ROWS:
-        # one warp per arrival counter: TOKEN_TILE is the width of a warp
+    token = tile * TILE_ROWS + thread
+    if thread < TILE_ROWS and token < a.tokens:
         valid = Int32(0)
         for j in cutlass.range_constexpr(k.top_k):
-            if thread * k.top_k + j < count:
-                if read(a.expert, first + thread * k.top_k + j) >= 0:
-                    valid += 1
-        valid = cute.arch.warp_reduction_sum(valid)
-        part = tile * (TILE_ROWS // TOKEN_TILE) + thread // TOKEN_TILE
-        if thread % TOKEN_TILE == 0 and part * TOKEN_TILE < a.tokens:
-            targets = a.back_target + Int64(side * a.token_tiles) * 4
-            if cutlass.const_expr(k.shared_intermediate > 0):
-                # and one row of the shared expert for every token
-                valid += min(a.tokens - part * TOKEN_TILE, Int32(TOKEN_TILE))
-            write(targets, part, next_target(read(targets, part), valid * k.columns1))
+            if read(a.expert, first + thread * k.top_k + j) >= 0:
+                valid += 1
+        if cutlass.const_expr(k.shared_intermediate > 0):
+            # and one row of the shared expert for every token
+            valid += 1
+        targets = a.back_target + Int64(side * a.max_tokens) * 4
+        write(targets, token, next_target(read(targets, token), valid))
 
 
 @cute.jit

@@ -15,15 +15,18 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
-from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, TOKEN_TILE, KernelShape, PlanWord
+from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, WORDS, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     Args,
     Role,
     aborted,
     add,
     done_word,
+    fetch_add,
     peer,
     read,
+    returned_word,
+    shared_returned,
     side_counters,
 )
 from moe_ref.layout import ceil_div
@@ -44,13 +47,14 @@ def filled_rows(word):
 
 
 @cute.jit
-def take_word(slot: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32) -> Int64:
-    """A whole warp reads task word `number` (from 0) and hands the slot back."""
-    cute.arch.mbarrier_wait(full, number & 1)
-    word = cute.arch.load(slot, Int64)
+def take_word(slots: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32) -> Int64:
+    """A whole warp reads task word `number` (from 0) and hands its slot back."""
+    slot = number % WORDS
+    cute.arch.mbarrier_wait(full + slot, (number // WORDS) & 1)
+    word = cute.arch.load(slots + slot, Int64)
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(empty)
+        cute.arch.mbarrier_arrive(empty + slot)
     return word
 
 
@@ -59,9 +63,10 @@ def dispatch_words(
     k: cutlass.Constexpr[KernelShape],
     a: Args,
     side: Int32,
-    slot: cute.Pointer,
+    slots: cute.Pointer,
     full: cute.Pointer,
     empty: cute.Pointer,
+    asked: cute.Pointer,
     processor: Int32,
     processors: Int32,
 ):
@@ -84,7 +89,10 @@ def dispatch_words(
     mails = Int32(0)
     go = Boolean(True)
     while go:
-        cute.arch.mbarrier_wait(empty, (number & 1) ^ 1)
+        slot = number % WORDS
+        cute.arch.mbarrier_wait(empty + slot, ((number // WORDS) & 1) ^ 1)
+        # the loader is near the end of the task before; for word 0 this passes at once
+        cute.arch.mbarrier_wait(asked, (number & 1) ^ 1)
         word = Int64(STOP)
         if ok:
             if cutlass.const_expr(k.shared_intermediate > 0):
@@ -110,8 +118,8 @@ def dispatch_words(
             if cutlass.const_expr(k.shared_intermediate > 0):
                 if after:
                     word = next_shared(k, a, side, GEMM1, token_tiles)
-        cute.arch.store(slot, word)
-        cute.arch.mbarrier_arrive(full)
+        cute.arch.store(slots + slot, word)
+        cute.arch.mbarrier_arrive(full + slot)
         go = Int32(task_kind(word)) != STOP
         number += 1
 
@@ -128,35 +136,38 @@ def count_returned(
 ):
     """The storer warp, after the consumers have issued the stores of a GEMM1 tile: make them visible, then count them.
 
-    The fence covers the consumers' stores too: they came before the barrier that this warp waited for. Lane l counts
-    rows l, l + 32, l + 64 and l + 96; rows of one token tile of one rank are counted by one addition.
+    The fence covers the consumers' stores too: they came before the barrier that this warp waited for. The warp that
+    counts the last column tile of a row tile signals every row of it to its home, once: lane l rows l, l + 32, l + 64
+    and l + 96. Its second fence hands on what the storers of the other column tiles made visible.
     """
-    owner = cute.make_rmem_tensor(4, Int32)
-    part = cute.make_rmem_tensor(4, Int32)
-    for i in cutlass.range_constexpr(4):
-        owner[i] = Int32(-1)
-        part[i] = Int32(0)
-        if i * 32 + lane < filled:
-            home = (a.rank << HOME_BITS) | ((row_tile * TILE_ROWS + i * 32 + lane) * k.top_k)
-            if routed:
-                home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + i * 32 + lane)
-            owner[i] = home >> HOME_BITS
-            part[i] = (home & ((1 << HOME_BITS) - 1)) // k.top_k // TOKEN_TILE
-    if cutlass.const_expr(k.ranks > 1):
+    fence_all(k)
+    cute.arch.sync_warp()
+    before = Int32(0)
+    if lane == 0:
+        place = returned_word(a, row_tile)
+        if not routed:
+            place = shared_returned(a, row_tile)
+        before = fetch_add(side_counters(a, side), place)
+    if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
+        fence_all(k)
+        if not aborted(a):
+            for i in cutlass.range_constexpr(4):
+                if i * 32 + lane < filled:
+                    row = row_tile * TILE_ROWS + i * 32 + lane
+                    home = (a.rank << HOME_BITS) | (row * k.top_k)
+                    if routed:
+                        home = read(a.heap + a.home_at, side * a.rows + row)
+                    token = (home & ((1 << HOME_BITS) - 1)) // k.top_k
+                    add(peer(a, home >> HOME_BITS) + a.back_at, side * a.max_tokens + token, 1, "sys")
+    cute.arch.sync_warp()
+
+
+def fence_all(k: KernelShape):
+    """Order this thread's view of memory before what it writes next, for every rank."""
+    if k.ranks > 1:
         cute.arch.fence_acq_rel_sys()
     else:
         cute.arch.fence_acq_rel_gpu()
-    cute.arch.sync_warp()
-    if not aborted(a):
-        for i in cutlass.range_constexpr(4):
-            key = owner[i] * a.token_tiles + part[i]
-            if owner[i] < 0:
-                key = Int32(-1)
-            same = Int32(cute.arch.match_sync(-1, key))
-            if key >= 0:
-                if (same & ((Int32(1) << lane) - 1)) == 0:
-                    base = peer(a, owner[i]) + a.back_at
-                    add(base, side * a.token_tiles + part[i], cute.arch.popc(same), "sys")
 
 
 @cute.jit

@@ -130,12 +130,12 @@ def ready_at(a, queue, index):
 
 def taken_at(a, processor):
     """Index of the count of mails that a processor has taken."""
-    return COUNTER_WORDS + 4 * (a.rows // TILE_ROWS) + processor
+    return COUNTER_WORDS + 5 * (a.rows // TILE_ROWS) + a.token_tiles + processor
 
 
 def mail_at(a, processors, processor):
     """Index, in 8-byte words, of a processor's mailbox."""
-    return (COUNTER_WORDS + 4 * (a.rows // TILE_ROWS) + processors + 8) // 2 + processor
+    return (COUNTER_WORDS + 5 * (a.rows // TILE_ROWS) + a.token_tiles + processors + 8) // 2 + processor
 
 
 @cute.jit
@@ -212,6 +212,7 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
     size = k.block_tiles
     blocks = ceil_div(row_tiles, size)
     per0, per1 = size * k.columns0, size * k.columns1
+    backlog = processors
     sent = cute.make_rmem_tensor(lanes_of, Int32)
     free = cute.make_rmem_tensor(lanes_of, Int32)
     sent.fill(0)
@@ -242,8 +243,10 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
                 rank += other
         total = cute.arch.shuffle_sync(rank, 31)
         rank -= wanted
-        give1 = min(total, ready1)
-        give0 = min(total - give1, ready0)
+        # finished hidden tiles beyond the backlog, then new rows, then the backlog
+        beyond = min(total, max(ready1 - backlog, Int32(0)))
+        give0 = min(total - beyond, ready0)
+        give1 = min(total - give0, ready1)
         if head0 + head1 < blocks * (per0 + per1):
             for j in cutlass.range_constexpr(lanes_of):
                 at1 = inside1 + rank

@@ -47,8 +47,12 @@ HOME_BITS = 26
 """Where a row goes home to is one int32: source rank above, route (token, choice) in this many low bits."""
 FILLED_SHIFT = 48
 """In the block's task word, above the task's own bits: rows of the row tile that are no padding."""
+AHEAD = 8
+"""Steps before the end of a task's loads at which its block asks for the next one."""
+WORDS = 3
+"""Task words that a block has room for: how far the storer may be behind."""
 TOKEN_TILE = 32
-"""Tokens that share one arrival counter of returned rows."""
+"""Tokens that a spare warp looks at together for the combine: one per lane, one word of claim bits."""
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
 PLAN_WORDS = 16
 COUNTER_WORDS = 16
@@ -236,12 +240,13 @@ class KernelShape:
     def group_tiles(self) -> int:
         """Row tiles whose GEMM0 tasks are handed out together, column by column, before the GEMM1 tasks of the group
         before: at least 200 tasks, so that a GEMM1 task asks for its inputs when they are there."""
-        return ceil_div(200, self.columns0)
+        return max(ceil_div(200, self.columns0), self.block_tiles)
 
     @property
     def block_tiles(self) -> int:
-        """Row tiles that become ready together in the modes with a Scheduler."""
-        return 2
+        """Row tiles that become ready together in the modes with a Scheduler: few, so that GEMM1 can begin soon; eight
+        where there are many column tiles, for then the blocks under way share no weights, and each reads them anew."""
+        return 8 if self.columns0 > 16 else 2
 
     @property
     def gate_columns(self) -> int:
@@ -338,7 +343,7 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
     """The symmetric heap, the same on every rank.
 
     bytes = B * (R + K * max_tokens) * H * 2  (rows in, results back: `MoEConfig.compact_bytes` with T = 128)
-          + B * 4 * (R + R / T + max_tokens / 32 + P * E) + 4 P  (where each row goes home, arrival counters, counts)
+          + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
     """
     rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
     row_bytes = shape.hidden * shape.element_size
@@ -348,7 +353,7 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
             "returned": SIDES * routes * row_bytes,
             "home": SIDES * rows * 4,
             "arrived": SIDES * (rows // TILE_ROWS) * 4,
-            "back": SIDES * ceil_div(max(max_tokens, 1), TOKEN_TILE) * 4,
+            "back": SIDES * max(max_tokens, 1) * 4,
             "counts": SIDES * shape.ranks * shape.counts_stride * 4,
             "counts_flag": shape.ranks * 4,
         }
@@ -360,7 +365,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
     token."""
     tokens = align_up(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
     rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
-    tiles, token_tiles = rows // TILE_ROWS, ceil_div(max(max_tokens, 1), TOKEN_TILE)
+    tiles = rows // TILE_ROWS
     return regions(
         {
             "hidden": rows * shape.intermediate * shape.element_size,
@@ -375,7 +380,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "tile_slot": tiles * 4,
             "tile_rows": tiles * 4,
             "arrived_target": SIDES * tiles * 4,
-            "back_target": SIDES * token_tiles * 4,
+            "back_target": SIDES * max(max_tokens, 1) * 4,
             "counters": SIDES * counter_words(shape, max_tokens, blocks) * 4,
             "control": 64,
             "shared_hidden": tokens * shape.shared_intermediate * shape.element_size,
@@ -385,8 +390,10 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
 
 
 def counter_words(shape: KernelShape, max_tokens: int, blocks: int) -> int:
-    """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], taken, mails; at
-    the end, counted backwards, the shared expert's done[token tile]."""
+    """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], returned[tile],
+    a bit per combined token, taken, mails; at the end, counted backwards, the shared expert's done[token tile] and
+    returned[token tile]."""
     tiles = buffer_rows(shape, max_tokens) // TILE_ROWS
-    token_tiles = ceil_div(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
-    return align_up(COUNTER_WORDS + 4 * tiles + 3 * blocks + 8 + token_tiles, 32)
+    shared = 2 * ceil_div(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
+    combined = ceil_div(max(max_tokens, 1), TOKEN_TILE)
+    return align_up(COUNTER_WORDS + 5 * tiles + combined + 3 * blocks + 8 + shared, 32)

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import COUNTER_WORDS
+from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS
 from moe_ref.runtime.encoding import reached
 
 EPOCH, EXITED, ABORT, SENT_ROWS = range(4)
@@ -31,7 +31,7 @@ WAITS = (
     "the send list",
     "rows of tile",
     "hidden tiles of row tile",
-    "returned rows of token tile",
+    "returned rows of token",
     "mail of processor",
     "arrivals",
 )
@@ -155,7 +155,22 @@ def done_word(row_tile):
 
 def shared_done(a, token_tile):
     """Index of the counter of the shared expert's finished hidden tiles of a token tile."""
-    return a.counter_words - 1 - token_tile
+    return a.counter_words - 1 - 2 * token_tile
+
+
+def shared_returned(a, token_tile):
+    """Index of the counter of the shared expert's finished results of a token tile."""
+    return a.counter_words - 2 - 2 * token_tile
+
+
+def returned_word(a, row_tile):
+    """Index of the counter of GEMM1 tiles of a row tile whose rows are home."""
+    return COUNTER_WORDS + 4 * (a.rows // TILE_ROWS) + row_tile
+
+
+def combined_word(a, token_tile):
+    """Index of the word with a bit for each token of a tile that some warp combines or has combined."""
+    return COUNTER_WORDS + 5 * (a.rows // TILE_ROWS) + token_tile
 
 
 def add(address, index, value, scope, sem="relaxed"):
@@ -171,7 +186,7 @@ def fetch_add(address, index, value=1):
 # --- failure -------------------------------------------------------------------------------------------------------
 
 
-TRACKS = ("consumer", "storer", "spare")
+TRACKS = ("consumer", "storer", "spare", "first", "second")
 EVENTS = 512
 """Events that a track of a block can hold; more are dropped (and counted)."""
 
