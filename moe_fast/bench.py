@@ -3,6 +3,8 @@
     python -m moe_fast.bench run --out docs/results/megakernel_bench_1gpu.json                      one GPU
     torchrun --nproc-per-node 2 -m moe_fast.bench run --out docs/results/megakernel_bench_2gpu.json
     python -m moe_fast.bench table docs/results/megakernel_bench_2gpu.json [--json]
+    python -m moe_fast.bench dtypes | growth | blocks | predict      fp16 against bf16; cost against S and E; blocks of
+                                                                     transformers; the simulator on unseen cells
 
 Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one
 run.
@@ -64,6 +66,17 @@ TOKENS: dict[str, tuple[int, ...]] = {
 }
 
 
+TARGETS: dict[tuple[str, int], dict[int, float]] = {
+    ("paper-e8", 2): {16384: 1.2, 8192: 1.3, 4096: 1.6},
+    ("paper-e32", 2): {16384: 1.2, 8192: 1.3, 4096: 1.6},
+    ("paper-e128", 2): {16384: 1.3, 8192: 1.5, 4096: 2.1},
+    ("qwen3", 2): {16384: 1.3, 8192: 1.4, 4096: 1.75, 1024: 3.2},
+    ("qwen3", 1): {16384: 1.3, 8192: 1.4, 4096: 1.65, 1024: 3.6},
+    ("mixtral", 2): {8192: 1.08, 4096: 1.1, 1024: 1.35},
+}
+"""(layer, GPUs) -> S -> the time aimed at, in times the dense floor of the same run."""
+
+
 @dataclass
 class Setup:
     """One layer on this rank: engine, weights, tokens."""
@@ -123,8 +136,13 @@ def floor_of(config: MoEConfig, rows: int) -> Callable[[], Any]:
     return run
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, dict[str, float]]:
-    """Time functions in turn; per name the median and the fastest of the slowest rank's times, ms."""
+def interleaved(
+    functions: dict[str, Callable[[], Any]], repetitions: int, hide_host: bool = True
+) -> dict[str, dict[str, float]]:
+    """Time functions in turn; per name the median and the fastest of the slowest rank's times, ms.
+
+    hide_host: let the host run ahead of the device, behind a sleep kernel; without, its launches count.
+    """
     _, ranks = place()
     times: dict[str, list[float]] = {name: [] for name in functions}
     together = torch.zeros(1, device="cuda")
@@ -137,7 +155,8 @@ def interleaved(functions: dict[str, Callable[[], Any]], repetitions: int) -> di
             if ranks > 1:
                 dist.barrier()
                 torch.cuda.synchronize()
-            torch.cuda._sleep(SLEEP_CYCLES)
+            if hide_host:
+                torch.cuda._sleep(SLEEP_CYCLES)
             if ranks > 1:
                 # the devices start together: a host barrier alone leaves them 0.1 to 0.2 ms apart
                 dist.all_reduce(together)
@@ -257,18 +276,53 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
     }
 
 
+def run_dtypes(layers: list[str], tokens: int, repetitions: int, scheduler: str) -> list[dict[str, Any]]:
+    """The kernel in bf16 and in fp16, interleaved; rows with both times and fp16's in times bf16's. Collective."""
+    _, ranks = place()
+    rows = []
+    for layer in layers:
+        size = min(tokens, max(TOKENS[layer]))
+        setups = {
+            dtype: set_up(LAYERS[layer].replace(dtype=dtype), size, scheduler) for dtype in ("bfloat16", "float16")
+        }
+
+        def call(setup: Setup) -> Callable[[], Any]:
+            x, w = setup.x_SH, setup.weights
+            y = torch.empty_like(x)
+            return lambda: setup.engine.launch(x, w.router_EH, w.up_XUH, w.down_XHD, out=y)
+
+        with torch.no_grad():
+            times = interleaved({dtype: call(setup) for dtype, setup in setups.items()}, repetitions)
+        for setup in setups.values():
+            setup.engine.check()
+            setup.engine.heap.close()
+        ratio = times["float16"]["median"] / times["bfloat16"]["median"]
+        rows.append({"layer": layer, "gpus": ranks, "tokens": size, "ms": times, "fp16_over_bf16": round(ratio, 4)})
+    return rows
+
+
+def with_targets(results: dict[str, Any]) -> dict[str, Any]:
+    """Add to every row what was aimed at and whether it is met; None where nothing was."""
+    rows = []
+    for row in results["rows"]:
+        target = TARGETS.get((row["layer"], row["gpus"]), {}).get(row["tokens"])
+        rows.append({**row, "target": target, "met": None if target is None else row["fused_over_floor"] <= target})
+    return {**results, "rows": rows}
+
+
 def render(results: dict[str, Any]) -> str:
     """The table of a result file."""
     lines = [
         "milliseconds per call, median; S: tokens of each GPU; floor: the products as dense GEMMs of the library",
         f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}"
-        "  fused/floor  eager/f  graph/f",
+        "  fused/floor  aim   eager/f  graph/f",
     ]
-    for row in results["rows"]:
+    for row in with_targets(results)["rows"]:
         ms = {name: f"{value['median']:.3f}" for name, value in row["ms"].items()}
         lines.append(
             f"{row['layer']:12} {row['gpus']:>4} {row['tokens']:>6} {ms['floor']:>8} {ms['fused']:>8} "
             f"{ms.get('eager', '-'):>8} {ms.get('graph', '-'):>8}  {row['fused_over_floor']:>11.2f}  "
+            f"{'' if row['target'] is None else row['target']:<4}  "
             f"{row.get('eager_over_fused', float('nan')):>7.2f}  {row.get('graph_over_fused', float('nan')):>7.2f}"
         )
     return "\n".join(lines)
@@ -354,7 +408,88 @@ def table_command(
 ) -> None:
     """Show a result file."""
     results = json.loads(path.read_text())
-    print(json.dumps(results) if as_json else render(results))
+    print(json.dumps(with_targets(results)) if as_json else render(results))
+
+
+def _finish(title: str, description: str, body: dict[str, Any], out: Path | None, text: str) -> None:
+    """Rank 0 writes the results and prints the text."""
+    if place()[0] == 0:
+        if out is not None:
+            write_results(out, {"title": title, "description": description, **provenance(_command(), PACKAGES), **body})
+        print(text)
+
+
+@app.command("dtypes")
+def dtypes_command(
+    layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
+    tokens: int = typer.Option(8192, help="Tokens of each GPU."),
+    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """fp16 against bf16."""
+    _join()
+    rows = run_dtypes(layers.split(","), tokens, repetitions, scheduler)
+    text = "\n".join(f"{r['layer']:12} {r['tokens']:>6}  fp16 / bf16 {r['fp16_over_bf16']:.3f}" for r in rows)
+    _finish("fp16 against bf16", "Median ms of the fused kernel, interleaved in one run.", {"rows": rows}, out, text)
+
+
+@app.command("growth")
+def growth_command(
+    repetitions: int = typer.Option(15, help="Timed calls of each cell."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Time against S from 32 to 16384 and against E from 8 to 256, beside three bounds."""
+    from moe_fast import growth
+
+    _join()
+    results = growth.measure(repetitions, scheduler)
+    description = "The paper's layer: ms per call, median, and three bounds; growth is against the row before."
+    _finish("How the cost grows", description, results, out, growth.render(results))
+
+
+@app.command("plot")
+def plot_command(
+    path: Path = typer.Argument(Path("docs/results/megakernel_growth_1gpu.json"), help="Result of `growth`."),
+    out: Path = typer.Option(Path("growth.svg"), help="Write the figure here."),
+) -> None:
+    """Plot a result of `growth`; needs matplotlib."""
+    from moe_fast import growth
+
+    growth.plot(json.loads(path.read_text()), out)
+
+
+@app.command("blocks")
+def blocks_command(
+    repetitions: int = typer.Option(9, help="Timed calls of each contestant."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Blocks of transformers against the same layers on the fused kernel, one GPU."""
+    from moe_fast import library_blocks
+
+    _join()
+    if place()[1] > 1:
+        raise UsageError("blocks of transformers run on one GPU: start this without torchrun")
+    rows = [row for family in library_blocks.BLOCKS for row in library_blocks.compare(family, repetitions)]
+    results = {"rows": rows}
+    description = "ms per forward, median, host included; the library's experts are its grouped_mm implementation."
+    text = library_blocks.render(results)
+    _finish("Blocks of transformers and the fused layer, one GPU", description, results, out, text)
+
+
+@app.command("predict")
+def predict_command(
+    paths: list[Path] = typer.Argument(None, help="Results of `run`; by default the committed ones."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Calibrate the simulator on half of the cells of benchmark results and predict the others; needs no GPU."""
+    from moe_fast import prediction
+
+    files = paths or [Path(f"docs/results/megakernel_bench_{gpus}gpu.json") for gpus in (1, 2)]
+    results = prediction.predict(files)
+    description = "Cells of the benchmark that the calibration has not seen; error is simulated / measured - 1."
+    _finish("The simulator on cells it has not seen", description, results, out, prediction.render(results))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from moe_ref.errors import BackendUnavailable
 
 ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
-SHARED_BYTES = 2048 + STAGES * (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2 + TILE_ROWS * CHUNK * 2 * 2
+SHARED_BYTES = 3072 + STAGES * (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2 + TILE_ROWS * CHUNK * 2 * 2
 """Most shared memory of a block: barriers, the task word and biases, pipeline stages, epilogue buffers."""
 
 

@@ -32,7 +32,8 @@ def from_transformers(block: nn.Module, *, dtype: str | None = None, **layer_arg
     Args:
         block: MoE block of one of the families (`model.model.layers[i].mlp`), packed as in transformers 5.
         dtype: of the layer; None for the block's.
-        layer_arguments: backend, world, placement, device of `MoELayer`; the device is the block's unless given.
+        layer_arguments: fields of MoEConfig that are about buffers (layout, max_tokens, tile_rows), and backend, world,
+            placement, device of `MoELayer`; the device is the block's unless given.
 
     Raises:
         UsageError: no block of a known family; or it does something that the layer does not (an unknown activation,
@@ -47,7 +48,9 @@ def from_transformers(block: nn.Module, *, dtype: str | None = None, **layer_arg
             f"{type(block).__name__} has no packed experts.down_proj; blocks of transformers 5 are expected "
             "(checkpoints of any age load with moe_ref.compat.load_layer)"
         )
-    config = config_of(family.model_type, values, dtype or stored)
+    names = ("layout", "max_tokens", "tile_rows")
+    buffers = {name: layer_arguments.pop(name) for name in names if name in layer_arguments}
+    config = config_of(family.model_type, values, dtype or stored, **buffers)
     layer_arguments.setdefault("device", tensors["experts.down_proj"].device)
     return layer_from_state(logical_state(tensors, family, config), family, config, **layer_arguments)
 

@@ -1,0 +1,109 @@
+"""MoE blocks of transformers against the same layers with backend="fused": one GPU, the library's grouped_mm experts.
+
+    python -m moe_fast.bench blocks --out docs/results/megakernel_blocks.json
+
+Times are what a user sees: CUDA events around one forward of a block, the host's launches included.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_fast import bench
+from moe_ref.errors import CheckFailed
+
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+}  # fmt: skip
+"""Family -> (prefix of its classes, settings): the layers of Qwen3-30B-A3B and Mixtral-8x7B."""
+TOKENS: dict[str, tuple[int, ...]] = {
+    "qwen3_moe": (32, 128, 1024, 4096, 8192, 16384),
+    "mixtral": (32, 128, 1024, 4096, 8192),
+}
+DIFFERENT = 3e-2
+"""Largest relative difference (Frobenius): the library rounds logits, weights and sums to bf16."""
+
+
+def make_block(family: str, experts_implementation: str = "grouped_mm") -> nn.Module:
+    """A block with random bf16 weights on the current CUDA device."""
+    prefix, settings = BLOCKS[family]
+    module = f"transformers.models.{family}"
+    configuration = importlib.import_module(f"{module}.configuration_{family}")
+    modeling = importlib.import_module(f"{module}.modeling_{family}")
+    config = getattr(configuration, f"{prefix}Config")(**settings)
+    config._experts_implementation = experts_implementation
+    with torch.device("cuda", torch.cuda.current_device()):
+        block = getattr(modeling, f"{prefix}SparseMoeBlock")(config).to(torch.bfloat16).eval()
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    return block
+
+
+def compare(family: str, repetitions: int) -> list[dict[str, Any]]:
+    """Rows of the result, one per S; raises CheckFailed if the two don't compute the same."""
+    from moe_fast.backend import close_engines
+    from moe_ref.compat import from_transformers
+
+    block = make_block(family)
+    layer = from_transformers(block, backend="fused", max_tokens=max(TOKENS[family]))
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    hidden = layer.config.hidden
+    rows = []
+    for tokens in TOKENS[family]:
+        x = torch.randn(1, tokens, hidden, device="cuda", generator=generator).to(torch.bfloat16)
+
+        def library(x: torch.Tensor = x) -> torch.Tensor:
+            out = block(x)
+            return out[0] if isinstance(out, tuple) else out
+
+        def fused(x: torch.Tensor = x) -> torch.Tensor:
+            return layer(x[0])
+
+        with torch.no_grad():
+            ours, theirs = fused().double(), library().double().reshape(tokens, hidden)
+            difference = float((ours - theirs).norm() / theirs.norm())
+            if not difference < DIFFERENT:
+                raise CheckFailed(f"{family}: the layer differs from the block by {difference:.2e} at S={tokens}")
+            times = bench.interleaved({"library": library, "fused": fused}, repetitions, hide_host=False)
+        ratio = times["library"]["median"] / times["fused"]["median"]
+        rows.append(
+            {
+                "family": family,
+                "tokens": tokens,
+                "ms": times,
+                "library_over_fused": round(ratio, 3),
+                "relative_difference": float(f"{difference:.3g}"),
+            }
+        )
+    close_engines()
+    return rows
+
+
+def render(results: dict[str, Any]) -> str:
+    """The table of a result."""
+    lines = [
+        "milliseconds per forward, median, one GPU, host included; library: transformers, grouped_mm experts",
+        f"{'block':12} {'S':>6} {'library':>8} {'fused':>8} {'ratio':>6}",
+    ]
+    for r in results["rows"]:
+        ms = {name: value["median"] for name, value in r["ms"].items()}
+        lines.append(
+            f"{r['family']:12} {r['tokens']:>6} {ms['library']:8.3f} {ms['fused']:8.3f} {r['library_over_fused']:6.2f}"
+        )
+    return "\n".join(lines)
