@@ -35,7 +35,7 @@ VECTOR = 8
 """Elements of 16 bytes."""
 STEP_BYTES = 512
 """What a warp takes of a row in one step: 16 bytes a lane."""
-IN_FLIGHT = 8
+IN_FLIGHT = 16
 """Loads that a lane has in flight."""
 TOKENS_PER_TURN = 4
 """Tokens that a warp takes at a time; divides TOKEN_TILE."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moe_fast import growth, prediction
 from moe_fast.backend import deadline_s
-from moe_fast.bench import LAYERS, TOKENS, app
+from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, with_targets
 from moe_ref.errors import UsageError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -58,3 +59,58 @@ def test_a_bad_deadline_is_refused(monkeypatch, text):
     monkeypatch.setenv("MOE_REF_DEADLINE_S", text)
     with pytest.raises(UsageError, match="MOE_REF_DEADLINE_S"):
         deadline_s()
+
+
+def test_targets_stand_beside_ratios():
+    """Every cell that something was aimed at says what, and whether it is met."""
+    rows = json.loads((RESULTS / "megakernel_bench_2gpu.json").read_text())["rows"]
+    found = {(r["layer"], r["tokens"]): r for r in with_targets({"rows": rows})["rows"]}
+    wanted = {(layer, s): aim for (layer, gpus), cells in TARGETS.items() if gpus == 2 for s, aim in cells.items()}
+    assert {cell: r["target"] for cell, r in found.items() if r["target"] is not None} == wanted
+    for cell, aim in wanted.items():
+        assert found[cell]["met"] == (found[cell]["fused_over_floor"] <= aim)
+
+
+def test_growth_finds_a_planted_cliff():
+    def cell(tokens: int, ms: float, bound: float) -> dict:
+        return {"tokens": tokens, "ms": ms, "bounds_ms": {"arithmetic": bound, "memory": bound / 2, "link": 0.0}}
+
+    smooth = growth.with_growth([cell(32, 1.0, 0.5), cell(64, 1.9, 1.0), cell(128, 4.0, 2.0)])
+    assert [r["growth"] for r in smooth] == [None, 1.9, 2.105]
+    assert growth.cliffs(smooth) == []
+    steep = growth.with_growth([cell(32, 1.0, 0.5), cell(64, 1.9, 1.0), cell(128, 6.0, 2.0)])
+    assert [r["tokens"] for r in growth.cliffs(steep)] == [128]
+
+
+def test_growth_bounds():
+    """All experts' weights once; half of the rows go to the other of two ranks, and as many results come back to it."""
+    config = growth.layer_of(32)
+    one, two = growth.bounds(config, 16384, 1), growth.bounds(config, 16384, 2)
+    assert one["memory"] == pytest.approx(1e3 * 32 * 2 * 2048 * 2048 * 2 / growth.MEMORY_BYTES_PER_S)
+    assert two["memory"] == pytest.approx(one["memory"] / 2)
+    assert one["link"] == 0
+    assert two["link"] == pytest.approx(1e3 * 2 * 16384 * 2048 * 2 / growth.LINK_BYTES_PER_S)
+    assert growth.bounds(config, 1, 1)["memory"] == pytest.approx(one["memory"] * 2 / 32)
+
+
+def test_growth_is_plotted(tmp_path):
+    rows = [
+        {"tokens": s, "experts": s, "ms": s / 10, "bounds_ms": {"arithmetic": s / 20, "memory": 0.1, "link": 0.0}}
+        for s in (8, 16)
+    ]
+    growth.plot({"tokens": rows, "experts": rows}, tmp_path / "growth.svg")
+    assert "<svg" in (tmp_path / "growth.svg").read_text()
+
+
+def test_prediction_is_of_cells_that_were_not_fitted(tmp_path):
+    """Half of the cells are fitted, the others predicted; what is said about the errors is theirs."""
+    rows = json.loads((RESULTS / "megakernel_bench_1gpu.json").read_text())["rows"]
+    chosen = [r for r in rows if r["layer"].startswith("paper") and r["tokens"] in (1024, 4096)]
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps({"rows": chosen}))
+    found = prediction.predict([path])
+    assert [(r["layer"], r["tokens"]) for r in found["rows"]] == [(r["layer"], r["tokens"]) for r in chosen[1::2]]
+    errors = sorted(abs(r["error"]) for r in found["rows"])
+    assert found["worst_error"] == errors[-1]
+    assert found["median_error"] == pytest.approx(errors[len(errors) // 2], abs=1e-4)
+    assert all(r["error"] == pytest.approx(r["simulated_ms"] / r["measured_ms"] - 1, abs=1e-3) for r in found["rows"])

@@ -34,7 +34,7 @@ def test_heap_formula():
     pieces, total = shapes.heap_regions(shape, QWEN3.max_tokens)
     assert pieces["rows"].size + pieces["returned"].size == QWEN3.compact_bytes(2)
     rows = shapes.buffer_rows(shape, QWEN3.max_tokens)
-    control = SIDES * 4 * (rows + rows // 128 + QWEN3.max_tokens // 32 + 2 * shape.counts_stride) + 4 * 2
+    control = SIDES * 4 * (rows + rows // 128 + QWEN3.max_tokens + 2 * shape.counts_stride) + 4 * 2
     assert 0 <= total - QWEN3.compact_bytes(2) - control < 1024 * len(pieces)
     assert total <= 1.8e9
     assert QWEN3.fixed_bytes(2) > 9 * total
@@ -107,3 +107,36 @@ def test_planner_threads(parts_of):
     assert width >= parts_of
     assert shape.plan_parts * width == 256
     assert np.log2(width) % 1 == 0
+
+
+def test_local_counters_do_not_overlap():
+    """Every local counter of a call has words of its own, inside the side's words."""
+    from types import SimpleNamespace
+
+    from moe_fast.kernel import scheduler, signals
+
+    config = QWEN3.replace(shared_intermediate=512, max_tokens=300)
+    shape, blocks, side_words = KernelShape.from_config(config, 2), 132, 0
+    side_words = shapes.counter_words(shape, 300, blocks)
+    rows = shapes.buffer_rows(shape, 300)
+    tiles = rows // 128
+    a = SimpleNamespace(rows=rows, token_tiles=-(-300 // shapes.TOKEN_TILE), counter_words=side_words, max_tokens=300)
+    single = list(range(shapes.COUNTER_WORDS))
+    per_tile = [
+        f(tile)
+        for tile in range(tiles)
+        for f in (
+            signals.done_word,
+            lambda t: scheduler.ready_at(a, 0, t),
+            lambda t: scheduler.ready_at(a, 1, t),
+            lambda t: shapes.COUNTER_WORDS + 3 * tiles + t,
+            lambda t: signals.returned_word(a, t),
+        )
+    ]
+    combined = [signals.combined_word(a, t) for t in range(a.token_tiles)]
+    taken = [scheduler.taken_at(a, p) for p in range(blocks)]
+    mails = [2 * scheduler.mail_at(a, blocks, p) + half for p in range(blocks) for half in (0, 1)]
+    shared = [f(a, t) for t in range(3) for f in (signals.shared_done, signals.shared_returned)]
+    every = single + per_tile + combined + taken + mails + shared
+    assert len(set(every)) == len(every)
+    assert max(every) < side_words
