@@ -156,6 +156,8 @@ def _explain(error: Any) -> tuple[str, int]:
         return f"not enough memory; lower --tokens, --ranks, --experts or the layer's sizes ({_first_line(text)})", 2
     if isinstance(error, (OverflowError, RecursionError)) or _says(text, *_TOO_LARGE):
         return f"a number is too large to compute with; lower the sizes or the seed ({_first_line(text)})", 2
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.strerror:
+        return f"{error.filename}: {error.strerror}", 2
     if isinstance(error, (ValueError, TypeError, OSError, ImportError)):
         return text, 2
     return text, 1

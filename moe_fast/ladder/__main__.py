@@ -34,6 +34,7 @@ from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_fast.ladder.problem import LEVELS, Problem, caller, random_weights
 from moe_ref.config import MoEConfig
 from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.limits import check_output_path
 from moe_ref.results import provenance, write_results
 
 TOLERANCE = 4e-3
@@ -209,6 +210,8 @@ def main(
     """Check and time the ladder of kernels."""
     if not torch.cuda.is_available():
         raise UsageError("the ladder needs a CUDA device of compute capability 9.0; none is visible")
+    if out is not None:
+        check_output_path("--out", out)
     config = LAYERS.get(layer)
     if config is None or config.gated or config.activation != "relu":
         fit = [name for name, c in LAYERS.items() if not c.gated and c.activation == "relu"]

@@ -14,7 +14,7 @@ from moe_ref.backends import default_dtype
 from moe_ref.console import out, print_json
 from moe_ref.environment import rank_from_environment, world_size_from_environment
 from moe_ref.errors import UsageError
-from moe_ref.limits import check_plot_path
+from moe_ref.limits import check_output_path, check_plot_path
 from moe_ref.text import BUILT_IN
 from moe_ref.train.balancing import MODES
 from moe_ref.train.compare import check_machine, compare, plot_comparison, print_comparison
@@ -139,8 +139,8 @@ def _check(task: Task, ranks: int) -> None:
         check_plot_path(Path(task.plot))
     if task.record is not None and Path(task.record).suffix != ".npz":
         raise UsageError(f"--record is {task.record}, expected a file that ends in .npz")
-    if task.record is not None and not Path(task.record).absolute().parent.is_dir():
-        raise UsageError(f"--record is {task.record}, but its folder does not exist; make it first")
+    if task.record is not None:
+        check_output_path("--record", Path(task.record))
 
 
 def run_here(task: Task) -> None:

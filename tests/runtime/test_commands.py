@@ -165,6 +165,7 @@ def test_the_papers_figures(capsys, tmp_path, monkeypatch):
         (["simulate", "--machine", "h200-2", "--tokens", "64", "--paper", "x"], "at least 8 GPUs"),
         (["trace", "--out", "/nowhere/t.json", "--tokens", "16"], "no folder /nowhere"),
         (["trace", "--out", "/proc/t.json"], "--out /proc/t.json can't be written"),
+        (["simulate", "--tokens", "64", "--paper", "/proc/x"], "error: /proc/x: No such file or directory"),
         (["trace", "--out", "t.json", "--calls", "0"], "--calls from 1 to"),
         (["trace", "--out", "t.json", "--model", "bulk", "--calls", "2"], "megakernel only"),
         (["trace"], "--out"),
