@@ -23,12 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moe_fast.kernel.shapes import CHUNK, STAGES, TILE_COLUMNS, TILE_K, TILE_ROWS, KernelShape
+from moe_fast.kernel.shapes import LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape
 from moe_ref.errors import BackendUnavailable
 
 ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
-SHARED_BYTES = 3072 + STAGES * (TILE_ROWS + TILE_COLUMNS) * TILE_K * 2 + TILE_ROWS * CHUNK * 2 * 2
+SHARED_BYTES = 3072 + STAGES * (TILE_ROWS + TILE_COLUMNS) * LINE_BYTES + 2 * TILE_ROWS * LINE_BYTES
 """Most shared memory of a block: barriers, the task word and biases, pipeline stages, epilogue buffers."""
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from moe_fast import compiler
 from moe_fast.heap import Heap
 from moe_fast.kernel.shapes import (
-    ROUTER_PARTS,
     KernelShape,
     PlanWord,
     Region,
@@ -40,12 +39,16 @@ def trace_words(blocks: int) -> int:
 
 
 def router_parts(router_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    """A router of fp32 as the kernel takes it: [E, 3 H], three summands of 16 bits side by side.
+    """A router of fp32 as the kernel takes it: summands side by side, [E, 3 H] in 16 bits for a layer of 16 bits, and
+    [E, 2 H], what TF32 has of it and the rest, for a layer of fp32.
 
     In bfloat16 their sum is the router's every bit; in float16 it is what lies above 2**-25.
     """
     rest, parts = router_EH.float(), []
-    for _ in range(ROUTER_PARTS):
+    if dtype == torch.float32:
+        high = (rest.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+        return torch.cat([high, rest - high], dim=1)
+    for _ in range(3):
         parts.append(rest.to(dtype))
         rest = rest - parts[-1].float()
     return torch.cat(parts, dim=1)
@@ -203,9 +206,9 @@ class Engine:
     ) -> Tensor:
         """Enqueue one forward on the current stream; one kernel, nothing else. Returns y [S, H].
 
-        All tensors are contiguous and of the shape's dtype, but selection_bias fp32, and a router of fp32 as
-        `router_parts` makes it. Biases and the shared expert's weights (of width W) are for shapes that have them.
-        expert_SK int64 and weight_SK fp32 hand the routing in.
+        All tensors are contiguous and of the shape's dtype, but selection_bias fp32, and a router of fp32 (that of a
+        float32 layer, too) as `router_parts` makes it. Biases and the shared expert's weights (of width W) are for
+        shapes that have them. expert_SK int64 and weight_SK fp32 hand the routing in.
 
         Raises:
             UsageError: S over max_tokens.
@@ -308,7 +311,7 @@ class Engine:
         """Fill every data buffer with NaN: what a call reads must be what it wrote. Between calls only."""
         torch.cuda.synchronize(self.heap.device)
         self.heap.barrier()
-        dtype = torch.bfloat16 if self.shape.dtype == "bfloat16" else torch.float16
+        dtype = getattr(torch, self.shape.dtype)
         for memory, region in (
             (self.heap.memory, self.in_heap["rows"]),
             (self.heap.memory, self.in_heap["returned"]),
@@ -350,7 +353,7 @@ class Engine:
 
     def buffers(self, tokens: int) -> Buffers:
         """Views of what the last call of S = `tokens` left behind; waits for the device."""
-        shape, dtype = self.shape, torch.bfloat16 if self.shape.dtype == "bfloat16" else torch.float16
+        shape, dtype = self.shape, getattr(torch, self.shape.dtype)
         side = (self.epoch - 1) & 1
         routes = tokens * shape.top_k
         heap, ws = self.in_heap, self.in_workspace

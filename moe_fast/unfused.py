@@ -85,8 +85,8 @@ class ChainWeights:
 def unsupported(config: MoEConfig) -> list[str]:
     """Features of the reference that this chain leaves out, by name."""
     out = []
-    if config.dtype not in ("bfloat16", "float16"):
-        out.append(f"dtype={config.dtype} (grouped_mm takes bfloat16 and float16)")
+    if config.dtype == "float64":
+        out.append("dtype=float64")
     if config.capacity_factor is not None:
         out.append(f"capacity_factor={config.capacity_factor}")
     return out

@@ -80,6 +80,12 @@ def default_dtype(name: str) -> str:
     return getattr(get(name), "default_dtype", "float32")
 
 
+def tolerance(backend: Backend, dtype: str) -> float:
+    """Largest relative deviation that a backend's own arithmetic explains beyond the dtype's: an attribute `tolerances`
+    names it by dtype (products of TF32 in float32 layers); else 0."""
+    return getattr(backend, "tolerances", {}).get(dtype, 0.0)
+
+
 def available() -> dict[str, str | None]:
     """Every known backend and why it can't run here; None if it can.
 

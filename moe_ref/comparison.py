@@ -230,9 +230,18 @@ def _compare_rank(
 
 
 def compare_buffer(
-    stage: str, name: str, actual: Record, expected: Record, ranks: Sequence[int], dtype: torch.dtype, tile_rows: int
+    stage: str,
+    name: str,
+    actual: Record,
+    expected: Record,
+    ranks: Sequence[int],
+    dtype: torch.dtype,
+    tile_rows: int,
+    tolerance: float = 0.0,
 ) -> BufferResult | None:
     """Compare one buffer of two records; None where either side doesn't have it.
+
+    tolerance: of values that are computed, where it is more than the dtype's.
 
     A buffer that the actual side lacks on some rank, or whose shape differs, is wrong in its first element. A NaN or an
     infinity on one side alone is wrong wherever it stands.
@@ -240,7 +249,7 @@ def compare_buffer(
     ours, theirs = _buffer(actual, name), _buffer(expected, name)
     if theirs is None or ours is None:
         return None
-    tolerance = 0.0 if name in _EXACT else TOLERANCE[dtype]
+    tolerance = 0.0 if name in _EXACT else max(tolerance, TOLERANCE[dtype])
     tally = _Tally()
     for i, b in enumerate(theirs):
         rank = ranks[i] if len(theirs) == len(ranks) else 0
@@ -268,12 +277,17 @@ def compare_buffer(
 
 
 def compare_records(
-    actual: Record, expected: Record, ranks: Sequence[int], dtype: torch.dtype, tile_rows: int
+    actual: Record,
+    expected: Record,
+    ranks: Sequence[int],
+    dtype: torch.dtype,
+    tile_rows: int,
+    tolerance: float = 0.0,
 ) -> tuple[list[BufferResult], list[str]]:
     """Compare every buffer that both records hold, in stage order; also the names of those that only one side has."""
     results, missing = [], []
     for stage, name in _BUFFERS:
-        result = compare_buffer(stage, name, actual, expected, ranks, dtype, tile_rows)
+        result = compare_buffer(stage, name, actual, expected, ranks, dtype, tile_rows, tolerance)
         if result is not None:
             results.append(result)
         elif (_buffer(actual, name) is None) != (_buffer(expected, name) is None):

@@ -76,8 +76,14 @@ def compare(
                 )
             keep = {"gemm0": "rows_NH", "gemm1": "hidden_ND", "return": "output_NH"}[start_from]
             actual = resume(layer, x_SH, expected.routing, Record(**{keep: getattr(expected, keep)}))
+    config = layer.config
     results, missing = compare_records(
-        actual, expected, layer.world.local_ranks, layer.config.torch_dtype, tile_rows or layer.config.tile_rows
+        actual,
+        expected,
+        layer.world.local_ranks,
+        config.torch_dtype,
+        tile_rows or config.tile_rows,
+        max(backends.tolerance(one, config.dtype) for one in (left, right)),
     )
     last = STAGES.index(stop_after)
     note = f"not compared, since only one side has it: {', '.join(missing)}" if missing else ""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ref import backends
 from moe_ref.config import MoEConfig
 from moe_ref.definition import definition
 from moe_ref.errors import UsageError
@@ -264,5 +265,5 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
         rows_PG=record.plan.quota_by_slot().sum(axis=2),
         expert_rank=layer.placement.rank_ED[:, 0],
         notes=tuple(note for note in notes if note),
-        tolerance=TOLERANCE[config.dtype],
+        tolerance=max(TOLERANCE[config.dtype], backends.tolerance(backends.get(layer.backend), config.dtype)),
     )

@@ -31,8 +31,6 @@ from moe_fast.kernel.signals import (
 from moe_ref.layout import return_row
 from moe_ref.runtime.encoding import combine_tasks, reached
 
-VECTOR = 8
-"""Elements of 16 bytes."""
 STEP_BYTES = 512
 """What a warp takes of a row in one step: 16 bytes a lane."""
 IN_FLIGHT = 16
@@ -54,23 +52,23 @@ def combine_vector(
     inside: Int64,
     count: cutlass.Constexpr,
 ):
-    """One lane sums `count` times 8 elements, 512 bytes apart, from `inside` bytes into the rows on.
+    """One lane sums `count` times 16 bytes, 512 bytes apart, from `inside` bytes into the rows on.
 
     first: address of this side's returned rows. All loads are on their way before the first sum.
     """
-    row_bytes = k.hidden * k.element_size
-    layout = cute.make_layout(VECTOR)
-    parts = [[cute.make_rmem_tensor(VECTOR, dtype) for _ in range(k.top_k)] for _ in range(count)]
+    row_bytes, vector = k.hidden * k.element_size, 16 // k.element_size
+    layout = cute.make_layout(vector)
+    parts = [[cute.make_rmem_tensor(vector, dtype) for _ in range(k.top_k)] for _ in range(count)]
     for v in cutlass.range_constexpr(count):
         for j in cutlass.range_constexpr(k.top_k):
             row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside + v * STEP_BYTES
             cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[v][j])
-    shared = [cute.make_rmem_tensor(VECTOR, dtype) for _ in range(count if k.shared_intermediate else 0)]
+    shared = [cute.make_rmem_tensor(vector, dtype) for _ in range(count if k.shared_intermediate else 0)]
     for v in cutlass.range_constexpr(len(shared)):
         row = a.shared_rows + Int64(token) * row_bytes + inside + v * STEP_BYTES
         cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), shared[v])
     for v in cutlass.range_constexpr(count):
-        total = cute.make_rmem_tensor(VECTOR, Float32)
+        total = cute.make_rmem_tensor(vector, Float32)
         total.fill(0.0)
         for j in cutlass.range_constexpr(k.top_k):
             # a masked route's row was never written: it may hold anything, NaN included
@@ -78,7 +76,7 @@ def combine_vector(
                 total.store(total.load() + parts[v][j].load().to(Float32) * weight[j])
         if cutlass.const_expr(k.shared_intermediate > 0):
             total.store(total.load() + shared[v].load().to(Float32) * shared_weight)
-        out = cute.make_rmem_tensor(VECTOR, dtype)
+        out = cute.make_rmem_tensor(vector, dtype)
         out.store(total.load().to(dtype))
         place = a.y + Int64(token) * row_bytes + inside + v * STEP_BYTES
         cute.autovec_copy(out, cute.make_tensor(gmem(place, dtype, 16), layout))
@@ -89,15 +87,15 @@ def gate_of_shared(
     k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, token: Int32, lane: Int32
 ) -> Float32:
     """One warp: sigmoid(x w) of a token, the weight of the shared expert's row."""
-    row_bytes = k.hidden * k.element_size
-    layout = cute.make_layout(VECTOR)
-    x = cute.make_rmem_tensor(VECTOR, dtype)
-    w = cute.make_rmem_tensor(VECTOR, dtype)
+    row_bytes, vector = k.hidden * k.element_size, 16 // k.element_size
+    layout = cute.make_layout(vector)
+    x = cute.make_rmem_tensor(vector, dtype)
+    w = cute.make_rmem_tensor(vector, dtype)
     total = Float32(0.0)
     for inside in range(lane * 16, row_bytes, STEP_BYTES):
         cute.autovec_copy(cute.make_tensor(gmem(a.x + Int64(token) * row_bytes + inside, dtype, 16), layout), x)
         cute.autovec_copy(cute.make_tensor(gmem(a.shared_gate + Int64(inside), dtype, 16), layout), w)
-        for i in cutlass.range_constexpr(VECTOR):
+        for i in cutlass.range_constexpr(vector):
             total += x[i].to(Float32) * w[i].to(Float32)
     total = cute.arch.warp_reduction_sum(total)
     return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(total * Float32(-LOG2E)))
@@ -134,7 +132,7 @@ def combine_token(
         combine_vector(
             k, dtype, a, first, token, weight, valid, shared_weight, Int64(inside + lane * 16), steps % width
         )
-    if cutlass.const_expr(k.hidden % (32 * VECTOR) > 0):
+    if cutlass.const_expr(row_bytes % STEP_BYTES > 0):
         tail = steps * STEP_BYTES + lane * 16
         if tail < row_bytes:
             combine_vector(k, dtype, a, first, token, weight, valid, shared_weight, Int64(tail), 1)

@@ -55,8 +55,8 @@ def copy_pair(
     vector = ir.VectorType.get([4], Int32.mlir_type)
     step = 32 * VECTOR_BYTES
     per_row, tail = divmod(k.hidden * k.element_size, step)
-    # a tail needs registers of its own
-    in_flight = (IN_FLIGHT if tail == 0 else IN_FLIGHT - 2) // 2
+    # a tail needs registers of its own, and so does what kernels of float32 keep around this
+    in_flight = (IN_FLIGHT if tail == 0 and k.element_size == 2 else IN_FLIGHT - 2) // 2
     for first in cutlass.range_constexpr(0, per_row, in_flight):
         width = min(in_flight, per_row - first)
         near = [

@@ -1,7 +1,8 @@
 """One matrix product of a task: TMA loads, the wgmma main loop, the epilogue into shared memory.
 
-A task computes a tile of 128 rows x 256 columns in steps of 64 along the depth. A stage of the pipeline holds one step:
-128 x 64 of the rows and 256 x 64 of the weights, both in the 128-byte swizzle. The weights come as two halves of 128
+A task computes a tile of 128 rows x 256 columns in steps of 128 bytes along the depth. A stage of the pipeline holds a
+step of 128 rows and of 256 rows of weights, both in the 128-byte swizzle; operands of float32 are rounded to TF32 on
+their way into it (TMA). The weights come as two halves of 128
 rows: neighbours, or for the first product of a gated layer the gate's rows and the up projection's. Either way column c
 of the first half and column c of the second lie in the same thread's accumulators, so a gated activation needs no
 exchange and reads the rows once.
@@ -14,21 +15,22 @@ Stage barriers count in a running number: stage = count % STAGES, phase = count 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, TFloat32
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
 from moe_fast.kernel.shapes import (
     AHEAD,
-    CHUNK,
     HALF_COLUMNS,
     HOME_BITS,
+    LINE_BYTES,
     STAGES,
     TILE_COLUMNS,
-    TILE_K,
     TILE_ROWS,
     KernelShape,
 )
@@ -41,8 +43,29 @@ PIECE = 4
 LOG2E = 1.4426950408889634
 
 
+@dataclass(frozen=True)
+class MmaTF32Op(warpgroup.MmaF16BF16Op):
+    """wgmma of TF32, m64 n<columns> k8, both operands from shared memory: the DSL has the atom, but no class for it."""
+
+    def __init__(self, columns: int) -> None:
+        major = cute.nvgpu.OperandMajorMode.K
+        shape = (64, columns, 8)
+        super().__init__(TFloat32, Float32, shape, warpgroup.OperandSource.SMEM, major, major)
+
+    def _verify(self) -> None:
+        """The base class' checks are those of 16-bit operands."""
+
+
+def operand_type(dtype):
+    """What the tensor cores take for a layer's dtype."""
+    return TFloat32 if dtype is Float32 else dtype
+
+
 def tiled_mma(dtype, columns: int = TILE_COLUMNS) -> cute.TiledMma:
-    """wgmma m64 n<columns> k16 for each of the two consumer warpgroups, both operands from shared memory, fp32 sums."""
+    """wgmma m64 n<columns>, 32 bytes deep, for each of the two consumer warpgroups, both operands from shared memory,
+    fp32 sums."""
+    if dtype is Float32:
+        return cute.make_tiled_mma(cute.make_mma_atom(MmaTF32Op(columns)), (2, 1, 1))
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
@@ -83,7 +106,7 @@ def load_product(
                 cute.arch.mbarrier_arrive(asked)
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + TILE_COLUMNS) * TILE_K * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + TILE_COLUMNS) * LINE_BYTES)
         place = stage * (TILE_ROWS // rows_there)
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
@@ -94,6 +117,7 @@ def load_product(
 
 @cute.jit
 def load_bias(
+    k: cutlass.Constexpr[KernelShape],
     full: cute.Pointer,
     empty: cute.Pointer,
     count: Int32,
@@ -107,7 +131,7 @@ def load_bias(
     stage = count % STAGES
     cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_expect_tx(full + stage, TILE_COLUMNS * 2)
+        cute.arch.mbarrier_expect_tx(full + stage, TILE_COLUMNS * k.element_size)
     cute.copy(atom, first_half, smem[(None, buffer * 2)], tma_bar_ptr=full + stage)
     cute.copy(atom, second_half, smem[(None, buffer * 2 + 1)], tma_bar_ptr=full + stage)
 
@@ -134,9 +158,9 @@ def load_logits(
         stage = count % STAGES
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + k.gate_columns) * TILE_K * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + k.gate_columns) * LINE_BYTES)
         part = step
-        if cutlass.const_expr(k.fp32_router):
+        if cutlass.const_expr(k.router_parts > 1):
             # the router's parts stand side by side; each meets the whole token
             part = step % k.depth0
         cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
@@ -193,6 +217,86 @@ def multiply(
 
 
 @cute.jit
+def multiply_exactly(
+    dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    acc: cute.Tensor,
+    a_frag: cute.Tensor,
+    b_frag: cute.Tensor,
+    rest_frag: cute.Tensor,
+    rows: cute.Pointer,
+    rest: cute.Pointer,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    depth: cutlass.Constexpr,
+    thread: Int32,
+) -> Int32:
+    """A consumer warpgroup's logits of fp32 tokens and router, by three products of TF32; returns the new running
+    count.
+
+    x = h + r with h the bits that TF32 has; so is the router, whose two parts come one after the other. While the first
+    is here, h and r are multiplied by it, then h by the second: what is missing is a product of rests, 2^-22. The
+    loader brings x as it is; the warpgroup takes it apart in shared memory, h in place, r into `rest`, in the same
+    swizzle. rows: the stages; both pointers of fp32.
+    """
+    mma = tiled_mma(dtype, columns)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    acc.fill(0.0)
+    group, inside = thread // 128, thread % 128
+    whole = cute.make_rmem_tensor(4, Float32)
+    high = cute.make_rmem_tensor(4, Float32)
+    low = cute.make_rmem_tensor(4, Float32)
+    quarter = cute.make_layout(4)
+    blocks = cute.size(a_frag, mode=[2])
+    for _ in range(depth):
+        stage = count % STAGES
+        cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+        for j in cutlass.range_constexpr(4):
+            place = group * (64 * LINE_BYTES // 4) + (j * 128 + inside) * 4
+            source = shared_floats(rows + stage * (TILE_ROWS * LINE_BYTES // 4) + place)
+            cute.autovec_copy(cute.make_tensor(source, quarter), whole)
+            for i in cutlass.range_constexpr(4):
+                high[i] = (whole[i].bitcast(Int32) & ~0x1FFF).bitcast(Float32)
+                low[i] = whole[i] - high[i]
+            cute.autovec_copy(high, cute.make_tensor(source, quarter))
+            cute.autovec_copy(low, cute.make_tensor(shared_floats(rest + place), quarter))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_group(group)
+        warpgroup.fence()
+        for kb in cutlass.range_constexpr(blocks):
+            cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
+            cute.gemm(mma, acc, rest_frag[(None, None, kb)], b_frag[(None, None, kb, stage)], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        # nobody takes the next stage apart while a product of this one still reads the rest
+        sync_group(group)
+        release(empty, count)
+        count += 1
+    for _ in range(depth):
+        stage = count % STAGES
+        cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+        warpgroup.fence()
+        for kb in cutlass.range_constexpr(blocks):
+            cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        release(empty, count)
+        count += 1
+    return count
+
+
+def shared_floats(pointer):
+    """Pointer to four aligned fp32 values in shared memory."""
+    return cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.smem, assumed_align=16)
+
+
+def sync_group(group):
+    """Barrier of one consumer warpgroup."""
+    cute.arch.barrier(barrier_id=2 + group, number_of_threads=128)
+
+
+@cute.jit
 def pass_over(full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32) -> Int32:
     """A consumer warpgroup whose 64 rows are all padding: hand the stages back unread, leave the tensor cores to the
     other one; returns the new running count of stages."""
@@ -245,6 +349,33 @@ def activate(name: str, x):
     return gelu(x)
 
 
+def put_piece(k: KernelShape, dtype, values, copy, memory, group, buffer, place, thread):
+    """Four sums of a line, from number `place` on, rounded: fp32 ones go to the buffer at once, 16-bit ones wait in
+    registers for `put_line`.
+
+    A thread's four are two neighbouring columns of row lane // 4 of its warp's 16 and of the row eight below. In the
+    128-byte swizzle 16-byte piece p of row r lies at piece p ^ (r % 8).
+    """
+    if dtype is not Float32:
+        _, _, packed = copy
+        cute.make_tensor(packed.iterator + place, cute.make_layout(PIECE)).store(values.load().to(dtype))
+        return
+    lane, warp = thread % 32, thread % 128 // 32
+    row = lane // 4
+    piece = (place // PIECE * 2 + lane % 4 // 2) ^ row
+    start = memory + (group + 2 * buffer) * (64 * k.line) + (warp * 16 + row) * k.line + piece * 4 + lane % 2 * 2
+    pair = cute.make_layout(2)
+    for half in range(2):
+        target = cute.make_ptr(Float32, (start + half * (8 * k.line)).toint(), cute.AddressSpace.smem, assumed_align=8)
+        cute.autovec_copy(cute.make_tensor(values.iterator + half * 2, pair), cute.make_tensor(target, pair))
+
+
+def put_line(copy, buffer):
+    """A line of 16-bit values from registers to its buffer (stmatrix)."""
+    tiled, buffers, packed = copy
+    cute.copy(tiled, packed, buffers[(None, None, None, buffer)])
+
+
 @cute.jit
 def store_chunks(
     k: cutlass.Constexpr[KernelShape],
@@ -252,31 +383,31 @@ def store_chunks(
     group: Int32,
     parity: Int32,
     acc: cute.Tensor,
-    copy: cute.TiledCopy,
-    buffers: cute.Tensor,
+    copy: tuple,
+    memory: cute.Pointer,
     full: cute.Pointer,
     empty: cute.Pointer,
-    packed: cute.Tensor,
     bias: cute.Pointer,
     thread: Int32,
 ):
-    """A consumer warpgroup applies the activation and writes its 64 rows, 64 columns at a time, into its two buffers
-    for the storer.
+    """A consumer warpgroup applies the activation and writes its 64 rows, one line at a time, into its two buffers for
+    the storer.
 
     parity: how many pairs of chunks this warpgroup has written before, for the phase of the buffer barriers. bias: of
     the task's columns (layers with biases). A thread holds columns 8 g + 2 (lane % 4) + {0, 1} of two rows.
     """
-    chunks = HALF_COLUMNS // CHUNK if k.gated else TILE_COLUMNS // CHUNK
-    count = cute.size(packed)
-    second = HALF_COLUMNS // CHUNK * count
+    count = k.line // 2
+    second = HALF_COLUMNS // 2
     values = cute.make_rmem_tensor(PIECE, Float32)
-    for c in cutlass.range_constexpr(chunks):
+    for c in cutlass.range_constexpr(k.chunks0):
         buffer = c % 2
+        if cutlass.const_expr(dtype is Float32):
+            cute.arch.mbarrier_wait(empty + (group * 2 + buffer), ((parity + c // 2) & 1) ^ 1)
         # rounded piece by piece: a whole chunk in fp32 beside the accumulators would not fit into the registers
         for p in cutlass.range_constexpr(0, count, PIECE):
             first_bias, second_bias = None, None
             if cutlass.const_expr(k.expert_bias):
-                column = c * CHUNK + p // PIECE * 8 + thread % 4 * 2
+                column = c * k.line + p // PIECE * 8 + thread % 4 * 2
                 if cutlass.const_expr(k.interleaved):
                     both = bias_at(dtype, bias, column * 2, 4)
                     first_bias, second_bias = (both[0], both[2]), (both[1], both[3])
@@ -299,10 +430,10 @@ def store_chunks(
                 else:
                     value = activate(k.activation, value)
                 values[v] = value
-            piece = cute.make_tensor(packed.iterator + p, cute.make_layout(PIECE))
-            piece.store(values.load().to(dtype))
-        cute.arch.mbarrier_wait(empty + (group * 2 + buffer), ((parity + c // 2) & 1) ^ 1)
-        cute.copy(copy, packed, buffers[(None, None, None, buffer)])
+            put_piece(k, dtype, values, copy, memory, group, buffer, p, thread)
+        if cutlass.const_expr(dtype is not Float32):
+            cute.arch.mbarrier_wait(empty + (group * 2 + buffer), ((parity + c // 2) & 1) ^ 1)
+            put_line(copy, buffer)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -331,52 +462,52 @@ def return_rows(
     group: Int32,
     parity: Int32,
     acc: cute.Tensor,
-    copy: cute.TiledCopy,
-    buffers: cute.Tensor,
+    copy: tuple,
     memory: cute.Pointer,
     empty: cute.Pointer,
-    packed: cute.Tensor,
     bias: cute.Pointer,
     thread: Int32,
 ):
     """A consumer warp sends its 16 rows of a GEMM1 tile home: 256 columns to row (token, k) of each row's source rank.
 
-    Lane l knows the address of row l % 16. The rows pass through the warp's own part of the epilogue buffers, 64
-    columns at a time, so that a store instruction covers four rows of 128 bytes. Nobody waits for these stores here:
+    Lane l knows the address of row l % 16. The rows pass through the warp's own part of the epilogue buffers, one line
+    at a time, so that a store instruction covers four rows of 128 bytes. Nobody waits for these stores here:
     the storer's fence and counters come after all eight warps have issued theirs.
 
     The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
     """
     vector = ir.VectorType.get([4], Int32.mlir_type)
     lane, warp = thread % 32, thread % 128 // 32
-    count = cute.size(packed)
+    count = k.line // 2
     values = cute.make_rmem_tensor(PIECE, Float32)
     whole = k.hidden % TILE_COLUMNS == 0
     for buffer in cutlass.range_constexpr(2):
         # the storer may still be reading a hidden tile out of it
         cute.arch.mbarrier_wait(empty + (group * 2 + buffer), (parity & 1) ^ 1)
-    for c in cutlass.range_constexpr(TILE_COLUMNS // CHUNK):
+    for c in cutlass.range_constexpr(TILE_COLUMNS // k.line):
         for p in cutlass.range_constexpr(0, count, PIECE):
             here = None
             if cutlass.const_expr(k.expert_bias):
-                here = bias_at(dtype, bias, c * CHUNK + p // PIECE * 8 + thread % 4 * 2, 2)
+                here = bias_at(dtype, bias, c * k.line + p // PIECE * 8 + thread % 4 * 2, 2)
             for v in cutlass.range_constexpr(PIECE):
                 value = acc[c * count + p + v]
                 if cutlass.const_expr(k.expert_bias):
                     value = value + here[v % 2]
                 values[v] = value
-            piece = cute.make_tensor(packed.iterator + p, cute.make_layout(PIECE))
-            piece.store(values.load().to(dtype))
-        cute.copy(copy, packed, buffers[(None, None, None, c % 2)])
+            put_piece(k, dtype, values, copy, memory, group, c % 2, p, thread)
+        if cutlass.const_expr(dtype is not Float32):
+            put_line(copy, c % 2)
         cute.arch.sync_warp()
-        chunk = memory + (group + 2 * (c % 2)) * (64 * CHUNK) + warp * (16 * CHUNK)
+        chunk = memory + (group + 2 * (c % 2)) * (64 * k.line) + warp * (16 * k.line)
         pieces, places = [], []
         for step in cutlass.range_constexpr(4):
             row = step * 4 + lane // 8
             place = cute.arch.shuffle_sync(address, row)
-            places.append(place + Int64(column) * (TILE_COLUMNS * 2) + (c * CHUNK * 2 + lane % 8 * 16))
-            pieces.append(cute.arch.load(chunk + (row * CHUNK + ((lane % 8) ^ (row % 8)) * 8), vector, ss="cta"))
+            first = Int64(column) * (TILE_COLUMNS * k.element_size)
+            places.append(place + first + (c * LINE_BYTES + lane % 8 * 16))
+            inside = row * k.line + ((lane % 8) ^ (row % 8)) * (16 // k.element_size)
+            pieces.append(cute.arch.load(chunk + inside, vector, ss="cta"))
         for step in cutlass.range_constexpr(4):
             # an address of 0 stays below any real one whatever the column
-            if places[step] >= LOWEST and (whole or column * TILE_COLUMNS + c * CHUNK < k.hidden):
+            if places[step] >= LOWEST and (whole or column * TILE_COLUMNS + c * k.line < k.hidden):
                 cute.arch.store(gmem(places[step], Int32, 16), pieces[step])

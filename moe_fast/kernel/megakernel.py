@@ -35,6 +35,8 @@ from moe_fast.kernel.gemm import (
     load_logits,
     load_product,
     multiply,
+    multiply_exactly,
+    operand_type,
     pass_over,
     return_rows,
     store_chunks,
@@ -52,16 +54,12 @@ from moe_fast.kernel.processor import (
 )
 from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import (
-    CHUNK,
     HALF_COLUMNS,
-    ROUTER_PARTS,
     SHARED_SLOT,
     STAGES,
     THREADS,
     TILE_COLUMNS,
-    TILE_K,
     TILE_ROWS,
-    WORDS,
     KernelShape,
     PlanWord,
 )
@@ -92,11 +90,7 @@ from moe_ref.runtime.encoding import GEMM0, STOP, side_of, task_slot
 
 LOAD_REGISTERS, MATH_REGISTERS = 104, 200
 """128 * 104 + 256 * 200 = 64,512, all registers of an SM. With 88 and 208 the spare warp spills."""
-SENT = 2 * WORDS
-"""Barriers of finished GEMM1 tiles: more than the words by which consumers can be ahead of the storer."""
-BIASES = WORDS + 1
-"""Places for the biases of a task: the loader is at most that many tasks ahead of the epilogue."""
-DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 
 
 class MegaKernel:
@@ -110,15 +104,15 @@ class MegaKernel:
     def __call__(self, a: Args, w: Operands, slots: Int32, grid: Int32, stream: cuda.CUstream):
         """Launch.
 
-        router [E, H], one of fp32 as [E, 3 H]: three summands; first [slots, up_rows, H] and bias [slots, up_rows];
-        second [slots, H, D] and bias [slots, H]; hidden [R, D]; of a shared expert of width W first [2 W or W, H],
-        second [H, W] and hidden [S, W]. All of dtype.
+        router [E, H], one of fp32 as [E, 2 H] or [E, 3 H]: two or three summands; first [slots, up_rows, H] and bias
+        [slots, up_rows]; second [slots, H, D] and bias [slots, H]; hidden [R, D]; of a shared expert of width W first
+        [2 W or W, H], second [H, W] and hidden [S, W]. All of dtype.
         """
         k, dtype = self.shape, self.dtype
         H, D, U = k.hidden, k.intermediate, k.up_rows
         tokens = max(a.tokens, Int32(1))
         mX = cute.make_tensor(gmem(a.x, dtype, 16), cute.make_layout((tokens, H), stride=(H, 1)))
-        HR = H * ROUTER_PARTS if k.fp32_router else H
+        HR = H * k.router_parts
         mRouter = cute.make_tensor(gmem(w.router, dtype, 16), cute.make_layout((k.experts, HR), stride=(HR, 1)))
         mRows = cute.make_tensor(gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * 2, H), stride=(H, 1)))
         mHidden = cute.make_tensor(gmem(w.hidden, dtype, 128), cute.make_layout((a.rows, D), stride=(D, 1)))
@@ -130,29 +124,32 @@ class MegaKernel:
         mFirst = cute.make_tensor(gmem(w.first, dtype, 16), first_layout)
         mSecond = cute.make_tensor(gmem(w.second, dtype, 16), cute.make_layout((H, D, slots), stride=(D, 1, H * D)))
 
+        # fp32 operands become TF32 on their way, rounded to nearest; tokens for the gate come as they are
+        operand = operand_type(dtype)
+        rounded = {"internal_type": operand} if operand is not dtype else {}
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-        lA = cute.tile_to_shape(atom, (TILE_ROWS, TILE_K, STAGES), order=(0, 1, 2))
-        lB = cute.tile_to_shape(atom, (TILE_COLUMNS, TILE_K, STAGES), order=(0, 1, 2))
-        lG = cute.tile_to_shape(atom, (k.gate_columns, TILE_K, STAGES), order=(0, 1, 2))
-        lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, TILE_K, STAGES * 2), order=(0, 1, 2))
+        lA = cute.tile_to_shape(atom, (TILE_ROWS, k.line, STAGES), order=(0, 1, 2))
+        lB = cute.tile_to_shape(atom, (TILE_COLUMNS, k.line, STAGES), order=(0, 1, 2))
+        lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES), order=(0, 1, 2))
+        lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, k.line, STAGES * 2), order=(0, 1, 2))
         # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store
-        lC = cute.tile_to_shape(atom, (TILE_ROWS, CHUNK, 2), order=(0, 1, 2))
-        lCs = cute.tile_to_shape(atom, (64, CHUNK, 4), order=(0, 1, 2))
+        lC = cute.tile_to_shape(atom, (TILE_ROWS, k.line, 2), order=(0, 1, 2))
+        lCs = cute.tile_to_shape(atom, (64, k.line, 4), order=(0, 1, 2))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         lA1, lB1, lC1, lG1 = (cute.slice_(x, (None, None, 0)) for x in (lA, lBh, lCs, lG))
-        rows_box, half_box, chunk_box = (TILE_ROWS, TILE_K), (HALF_COLUMNS, TILE_K), (64, CHUNK)
-        lAh = cute.tile_to_shape(atom, (TILE_ROWS // 2, TILE_K, STAGES * 2), order=(0, 1, 2))
-        lAh1, half_rows_box = cute.slice_(lAh, (None, None, 0)), (TILE_ROWS // 2, TILE_K)
+        rows_box, half_box, chunk_box = (TILE_ROWS, k.line), (HALF_COLUMNS, k.line), (64, k.line)
+        lAh = cute.tile_to_shape(atom, (TILE_ROWS // 2, k.line, STAGES * 2), order=(0, 1, 2))
+        lAh1, half_rows_box = cute.slice_(lAh, (None, None, 0)), (TILE_ROWS // 2, k.line)
         aX, tX = cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box)
-        aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lG1, (k.gate_columns, TILE_K))
-        aRows, tRows = cpasync.make_tiled_tma_atom(load, mRows, lA1, rows_box)
-        aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box)
-        aRowsHalf, tRowsHalf = cpasync.make_tiled_tma_atom(load, mRows, lAh1, half_rows_box)
-        aHiddenHalf, tHiddenHalf = cpasync.make_tiled_tma_atom(load, mHidden, lAh1, half_rows_box)
-        aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box)
-        aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box)
+        aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lG1, (k.gate_columns, k.line), **rounded)
+        aRows, tRows = cpasync.make_tiled_tma_atom(load, mRows, lA1, rows_box, **rounded)
+        aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box, **rounded)
+        aRowsHalf, tRowsHalf = cpasync.make_tiled_tma_atom(load, mRows, lAh1, half_rows_box, **rounded)
+        aHiddenHalf, tHiddenHalf = cpasync.make_tiled_tma_atom(load, mHidden, lAh1, half_rows_box, **rounded)
+        aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box, **rounded)
+        aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box, **rounded)
         aOut, tOut = cpasync.make_tiled_tma_atom(store, mHidden, lC1, chunk_box)
-        lBias = cute.make_layout((HALF_COLUMNS, 1, 2 * BIASES), stride=(1, HALF_COLUMNS, HALF_COLUMNS))
+        lBias = cute.make_layout((HALF_COLUMNS, 1, 2 * k.biases), stride=(1, HALF_COLUMNS, HALF_COLUMNS))
         bias, shared = (), ()
         if cutlass.const_expr(k.expert_bias):
             lBias1, bias_box = cute.slice_(lBias, (None, None, 0)), (HALF_COLUMNS, 1)
@@ -170,33 +167,34 @@ class MegaKernel:
             mSharedHidden = cute.make_tensor(
                 gmem(w.shared_hidden, dtype, 128), cute.make_layout((token_rows, W), stride=(W, 1))
             )
-            shared += (*cpasync.make_tiled_tma_atom(load, mSharedFirst, lB1, half_box),)
-            shared += (*cpasync.make_tiled_tma_atom(load, mSharedSecond, lB1, half_box),)
-            shared += (*cpasync.make_tiled_tma_atom(load, mSharedHidden, lA1, rows_box),)
+            shared += (*cpasync.make_tiled_tma_atom(load, mSharedFirst, lB1, half_box, **rounded),)
+            shared += (*cpasync.make_tiled_tma_atom(load, mSharedSecond, lB1, half_box, **rounded),)
+            shared += (*cpasync.make_tiled_tma_atom(load, mSharedHidden, lA1, rows_box, **rounded),)
             shared += (*cpasync.make_tiled_tma_atom(store, mSharedHidden, lC1, chunk_box),)
+            shared += (*cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box, **rounded),)
 
         @cute.struct
         class Shared:
             ab_full: cute.struct.MemRange[Int64, STAGES]
             ab_empty: cute.struct.MemRange[Int64, STAGES]
-            word_full: cute.struct.MemRange[Int64, WORDS]
-            word_empty: cute.struct.MemRange[Int64, WORDS]
+            word_full: cute.struct.MemRange[Int64, k.words]
+            word_empty: cute.struct.MemRange[Int64, k.words]
             asked: cute.struct.MemRange[Int64, 1]
             chunk_full: cute.struct.MemRange[Int64, 4]
             chunk_empty: cute.struct.MemRange[Int64, 4]
-            sent: cute.struct.MemRange[Int64, SENT]
+            sent: cute.struct.MemRange[Int64, k.sent]
             over: cute.struct.MemRange[Int64, 1]
             peers: cute.struct.MemRange[Int64, k.ranks]
-            slots: cute.struct.MemRange[Int64, WORDS]
-            sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * BIASES if k.expert_bias else 0], 128]
-            sA: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lA)], 1024]
-            sB: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lB)], 1024]
+            slots: cute.struct.MemRange[Int64, k.words]
+            sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * k.biases if k.expert_bias else 0], 128]
+            sA: cute.struct.Align[cute.struct.MemRange[operand, cute.cosize(lA)], 1024]
+            sB: cute.struct.Align[cute.struct.MemRange[operand, cute.cosize(lB)], 1024]
             sC: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(lC)], 1024]
 
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, bias, shared, lA, lAh, lB, lBh, lG, lC, lCs, lBias,
+            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, bias, shared, lA, lA1, lAh, lB, lBh, lG, lC, lCs, lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -207,13 +205,14 @@ class MegaKernel:
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
         aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
         aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, bias: tuple, shared: tuple,
-        lA: cute.ComposedLayout, lAh: cute.ComposedLayout, lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
+        lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lB: cute.ComposedLayout,
+        lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
     ):  # fmt: skip
         """Hand out the roles; leave together.
 
         bias: atoms and tensors of the biases of both products; shared: of the shared expert's first and second weight,
-        hidden to load and hidden to store; both empty for a layer without.
+        hidden to load and hidden to store, and of the tokens; both empty for a layer without.
         """
         k = self.shape
         thread, _, _ = cute.arch.thread_idx()
@@ -245,10 +244,10 @@ class MegaKernel:
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(chunk_full + i, 4)
                     cute.arch.mbarrier_init(chunk_empty + i, 1)
-                for i in cutlass.range_constexpr(SENT):
+                for i in cutlass.range_constexpr(k.sent):
                     cute.arch.mbarrier_init(sent + i, 8)
                 cute.arch.store(over, Int32(0))
-                for i in cutlass.range_constexpr(WORDS):
+                for i in cutlass.range_constexpr(k.words):
                     cute.arch.mbarrier_init(word_full + i, 1)
                     cute.arch.mbarrier_init(word_empty + i, READERS)
                 cute.arch.mbarrier_init(asked, 1)
@@ -264,6 +263,8 @@ class MegaKernel:
         sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
         sC = s.sC.get_tensor(lC.outer, swizzle=lC.inner)
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
+        # what TF32 leaves of a step of tokens, for the gate of float32 layers; as large as half of sC
+        sRest = s.sC.get_tensor(lA1.outer, swizzle=lA1.inner, dtype=operand_type(self.dtype))
         sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
         token_tiles = ceil_div(a.tokens, TILE_ROWS)
@@ -298,9 +299,9 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
-                a, sA, sB, sG, sC, s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full,
-                chunk_empty, sent, slots, over, word_full, word_empty, epoch, side, block, blocks, processors,
-                token_tiles, thread - 128,
+                a, sA, sB, sG, sC, sRest, s.sA.data_ptr(), s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch,
+                ab_full, ab_empty, chunk_full, chunk_empty, sent, slots, over, word_full, word_empty, epoch, side,
+                block, blocks, processors, token_tiles, thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()
@@ -341,12 +342,12 @@ class MegaKernel:
         one = cute.make_layout(1)
         pairs = []
         for atom, tensor, box, smem in (
-            (aX, tX, (TILE_ROWS, TILE_K), sA),
-            (aRows, tRows, (TILE_ROWS, TILE_K), sA),
-            (aHidden, tHidden, (TILE_ROWS, TILE_K), sA),
-            (aRouter, tRouter, (k.gate_columns, TILE_K), sG),
-            (aRowsHalf, tRowsHalf, (TILE_ROWS // 2, TILE_K), sAh),
-            (aHiddenHalf, tHiddenHalf, (TILE_ROWS // 2, TILE_K), sAh),
+            (aX, tX, (TILE_ROWS, k.line), sA),
+            (aRows, tRows, (TILE_ROWS, k.line), sA),
+            (aHidden, tHidden, (TILE_ROWS, k.line), sA),
+            (aRouter, tRouter, (k.gate_columns, k.line), sG),
+            (aRowsHalf, tRowsHalf, (TILE_ROWS // 2, k.line), sAh),
+            (aHiddenHalf, tHiddenHalf, (TILE_ROWS // 2, k.line), sAh),
         ):
             tiled = cute.local_tile(tensor, box, (None, None))
             pairs.append(
@@ -361,7 +362,7 @@ class MegaKernel:
         elif cutlass.const_expr(k.gated):
             tUp = cute.domain_offset((k.intermediate, 0, 0), tFirst)
         for atom, tensor in ((aFirst, tGate), (aFirst, tUp), (aSecond, tSecond)):
-            tiled = cute.local_tile(tensor, (HALF_COLUMNS, TILE_K), (None, None, None))
+            tiled = cute.local_tile(tensor, (HALF_COLUMNS, k.line), (None, None, None))
             pairs.append(
                 cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2))
             )
@@ -389,7 +390,8 @@ class MegaKernel:
                 )
             (sFirstBias, gFirstBias), (_, gUpBias), (sSecondBias, gSecondBias) = pairs
         if cutlass.const_expr(k.shared_intermediate > 0):
-            aSharedFirst, tSharedFirst, aSharedSecond, tSharedSecond, aSharedHidden, tSharedHidden, _, _ = shared
+            aSharedFirst, tSharedFirst, aSharedSecond, tSharedSecond, aSharedHidden, tSharedHidden = shared[:6]
+            aToken, tToken = shared[8:]
             tSharedUp = tSharedFirst
             if cutlass.const_expr(k.gated):
                 tSharedUp = cute.domain_offset((k.shared_intermediate, 0), tSharedFirst)
@@ -399,8 +401,9 @@ class MegaKernel:
                 (aSharedFirst, tSharedUp, HALF_COLUMNS, sBh),
                 (aSharedSecond, tSharedSecond, HALF_COLUMNS, sBh),
                 (aSharedHidden, tSharedHidden, TILE_ROWS, sA),
+                (aToken, tToken, TILE_ROWS, sA),
             ):
-                tiled = cute.local_tile(tensor, (rows, TILE_K), (None, None))
+                tiled = cute.local_tile(tensor, (rows, k.line), (None, None))
                 pairs.append(
                     cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2))
                 )
@@ -409,6 +412,7 @@ class MegaKernel:
                 (_, gSharedUp),
                 (sSharedSecond, gSharedSecond),
                 (sSharedHidden, gSharedHidden),
+                (sToken, gToken),
             ) = pairs
 
         count = Int32(0)
@@ -424,7 +428,7 @@ class MegaKernel:
         number = Int32(0)
         go = Boolean(True)
         while go:
-            word = take_word(slots, word_full, word_empty, number)
+            word = take_word(k, slots, word_full, word_empty, number)
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
@@ -440,13 +444,13 @@ class MegaKernel:
                         if cutlass.const_expr(k.interleaved):
                             first, second = column * 2, column * 2 + 1
                         load_bias(
-                            full, empty, count, aFirstBias, gFirstBias[(None, first, expert)],
-                            gUpBias[(None, second, expert)], sFirstBias, number % BIASES,
+                            k, full, empty, count, aFirstBias, gFirstBias[(None, first, expert)],
+                            gUpBias[(None, second, expert)], sFirstBias, number % k.biases,
                         )  # fmt: skip
                     else:
                         load_bias(
-                            full, empty, count, aSecondBias, gSecondBias[(None, low, expert)],
-                            gSecondBias[(None, high, expert)], sSecondBias, number % BIASES,
+                            k, full, empty, count, aSecondBias, gSecondBias[(None, low, expert)],
+                            gSecondBias[(None, high, expert)], sSecondBias, number % k.biases,
                         )  # fmt: skip
                 routed = Boolean(True)
                 if cutlass.const_expr(k.shared_intermediate > 0):
@@ -455,7 +459,7 @@ class MegaKernel:
                         if kind == GEMM0:
                             # a token tile is read where it is, nobody has to send it
                             count = load_product(
-                                k.depth0, full, empty, count, aX, gX[(None, row_tile, None)], sX,
+                                k.depth0, full, empty, count, aToken, gToken[(None, row_tile, None)], sToken,
                                 aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
                                 sSharedFirst, asked, TILE_ROWS,
                             )  # fmt: skip
@@ -517,19 +521,19 @@ class MegaKernel:
         """The storer warp."""
         k = self.shape
         one = cute.make_layout(1)
-        tiled = cute.local_tile(tOut, (64, CHUNK), (None, None))
+        tiled = cute.local_tile(tOut, (64, k.line), (None, None))
         sOut, gOut = cpasync.tma_partition(aOut, 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2))
-        chunks = 2 if cutlass.const_expr(k.gated) else 4
-        whole = k.intermediate % (chunks * CHUNK) == 0
+        chunks = k.chunks0
+        whole = k.intermediate % (chunks * k.line) == 0
         if cutlass.const_expr(k.shared_intermediate > 0):
-            tiled = cute.local_tile(shared[7], (64, CHUNK), (None, None))
+            tiled = cute.local_tile(shared[7], (64, k.line), (None, None))
             _, gShared = cpasync.tma_partition(
                 shared[6], 0, one, cute.group_modes(sCs, 0, 2), cute.group_modes(tiled, 0, 2)
             )
         number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(True)
         while go:
-            word = take_word(slots, word_full, word_empty, number)
+            word = take_word(k, slots, word_full, word_empty, number)
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
@@ -541,7 +545,7 @@ class MegaKernel:
                     if kind == GEMM0:
                         cute.arch.mbarrier_wait(full, parity & 1)
                     else:
-                        cute.arch.mbarrier_wait(sent + returns % SENT, (returns // SENT) & 1)
+                        cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
                     start = Int64(cute.arch.globaltimer())
                 if kind == GEMM0:
                     for c in cutlass.range_constexpr(chunks):
@@ -549,7 +553,7 @@ class MegaKernel:
                             barrier = q * 2 + c % 2
                             cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
                             # columns beyond D are computed but not stored
-                            if routed and (whole or column * chunks + c < k.intermediate // CHUNK):
+                            if routed and (whole or column * chunks + c < k.intermediate // k.line):
                                 cute.copy(
                                     aOut, sOut[(None, q + 2 * (c % 2))],
                                     gOut[(None, row_tile * 2 + q, column * chunks + c)],
@@ -582,7 +586,7 @@ class MegaKernel:
                             add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
                     parity += chunks // 2
                 else:
-                    cute.arch.mbarrier_wait(sent + returns % SENT, (returns // SENT) & 1)
+                    cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
                     count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
                     returns += 1
                 if cutlass.const_expr(k.trace):
@@ -619,7 +623,8 @@ class MegaKernel:
 
     @cute.jit
     def consume(
-        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, memory: cute.Pointer,
+        self, a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sC: cute.Tensor, sRest: cute.Tensor,
+        rows_memory: cute.Pointer, memory: cute.Pointer,
         sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
         chunk_full: cute.Pointer, chunk_empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer,
         over: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
@@ -635,17 +640,19 @@ class MegaKernel:
         a_frag = mma.make_fragment_A(thr.partition_A(sA))
         b_frag = mma.make_fragment_B(thr.partition_B(sB))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
-        copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-        copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, mma))
-        thr_copy = copy.get_slice(thread)
-        buffers = thr_copy.partition_D(sC)
-        flat = copy.retile(acc)
-        shape = cute.shape(thr_copy.partition_S(sC))[:3]
-        packed = cute.make_rmem_tensor(shape, dtype)
+        copy = ()
+        if cutlass.const_expr(dtype is not Float32):
+            copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+            tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, mma))
+            thr_copy = tiled_copy.get_slice(thread)
+            shape = cute.shape(thr_copy.partition_S(sC))[:3]
+            copy = (tiled_copy, thr_copy.partition_D(sC), cute.make_rmem_tensor(shape, dtype))
         gate_mma = tiled_mma(dtype, k.gate_columns)
         gate_thr = gate_mma.get_slice(group * 128)
         gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
         gate_b = gate_mma.make_fragment_B(gate_thr.partition_B(sG))
+        if cutlass.const_expr(dtype is Float32):
+            gate_rest = gate_mma.make_fragment_A(gate_thr.partition_A(sRest))
         logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
         count = Int32(0)
 
@@ -655,9 +662,15 @@ class MegaKernel:
             for tile in range(block, token_tiles, processors):
                 start = self.now()
                 if a.given == 0:
-                    count = multiply(
-                        dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
-                    )
+                    if cutlass.const_expr(dtype is Float32):
+                        count = multiply_exactly(
+                            dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
+                            count, k.depth0, thread,
+                        )  # fmt: skip
+                    else:
+                        count = multiply(
+                            dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
+                        )
                     gate.choose(k, a, logits, tile, scratch, thread)
                 else:
                     gate.take_given(k, a, tile, scratch, thread)
@@ -692,7 +705,7 @@ class MegaKernel:
         number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(block < processors)
         while go:
-            word = take_word(slots, word_full, word_empty, number)
+            word = take_word(k, slots, word_full, word_empty, number)
             kind, row_tile, column = unpack(word)
             go = kind != STOP
             if go:
@@ -724,10 +737,10 @@ class MegaKernel:
                         note(a, block, 4, start, word)
                 if kind == GEMM0:
                     store_chunks(
-                        k, dtype, group, parity, flat, copy, buffers, chunk_full, chunk_empty, packed,
-                        sBias + number % BIASES * TILE_COLUMNS, thread,
+                        k, dtype, group, parity, acc, copy, memory, chunk_full, chunk_empty,
+                        sBias + number % k.biases * TILE_COLUMNS, thread,
                     )  # fmt: skip
-                    parity += 1 if k.gated else 2
+                    parity += k.chunks0 // 2
                 else:
                     row = warp_id * 16 + lane % 16
                     address = home_address(k, a, side, home, row < filled and routed, peers)
@@ -736,12 +749,12 @@ class MegaKernel:
                             token = Int64(row_tile * TILE_ROWS + row)
                             address = a.shared_rows + token * (k.hidden * k.element_size)
                     return_rows(
-                        k, dtype, address, column, group, parity, flat, copy, buffers, memory, chunk_empty, packed,
-                        sBias + number % BIASES * TILE_COLUMNS, thread,
+                        k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
+                        sBias + number % k.biases * TILE_COLUMNS, thread,
                     )  # fmt: skip
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(sent + returns % SENT)
+                        cute.arch.mbarrier_arrive(sent + returns % k.sent)
                     returns += 1
                 if cutlass.const_expr(k.trace):
                     if thread == 0:

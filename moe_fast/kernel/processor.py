@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
-from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, WORDS, KernelShape, PlanWord
+from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     Args,
     Role,
@@ -47,10 +47,12 @@ def filled_rows(word):
 
 
 @cute.jit
-def take_word(slots: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32) -> Int64:
+def take_word(
+    k: cutlass.Constexpr[KernelShape], slots: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32
+) -> Int64:
     """A whole warp reads task word `number` (from 0) and hands its slot back."""
-    slot = number % WORDS
-    cute.arch.mbarrier_wait(full + slot, (number // WORDS) & 1)
+    slot = number % k.words
+    cute.arch.mbarrier_wait(full + slot, (number // k.words) & 1)
     word = cute.arch.load(slots + slot, Int64)
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -89,8 +91,8 @@ def dispatch_words(
     mails = Int32(0)
     go = Boolean(True)
     while go:
-        slot = number % WORDS
-        cute.arch.mbarrier_wait(empty + slot, ((number // WORDS) & 1) ^ 1)
+        slot = number % k.words
+        cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
         # the loader is near the end of the task before; for word 0 this passes at once
         cute.arch.mbarrier_wait(asked, (number & 1) ^ 1)
         word = Int64(STOP)

@@ -20,12 +20,10 @@ TILE_ROWS = 128
 """T: rows of a task. Two consumer warpgroups compute 64 each."""
 TILE_COLUMNS = 256
 """Columns of a task: the widest wgmma. A gated first product holds 128 gate and 128 up columns."""
-TILE_K = 64
-"""Depth of one pipeline stage: 128 bytes, the widest TMA swizzle."""
+LINE_BYTES = 128
+"""Bytes of a row in one pipeline stage and in one epilogue buffer: the widest TMA swizzle."""
 HALF_COLUMNS = 128
 """Rows of a weight matrix that one TMA load brings; a task takes two of them, which need not be neighbours."""
-CHUNK = 64
-"""Columns of one epilogue buffer of one warpgroup."""
 STAGES = 4
 THREADS = 384
 MAX_EXPERTS = 256
@@ -33,8 +31,8 @@ MAX_EXPERTS = 256
 MAX_TOP_K = 8
 MAX_GROUPS = 32
 """The groups that a token keeps are one word of bits."""
-ROUTER_PARTS = 3
-"""16-bit summands that hold a router of fp32: 3 x 8 bits of bfloat16 are its 24."""
+DTYPES = ("bfloat16", "float16", "float32")
+"""float32 means products of TF32 (10 bits of mantissa) with sums, activations and buffers of fp32."""
 SHARED_SLOT = (1 << SLOT_BITS) - 1
 """Slot field of a task of the shared expert: no routed expert has it."""
 UNIT_ROWS = 8
@@ -166,7 +164,7 @@ class KernelShape:
         """Readable and unique name, used for cache files and reports."""
         parts = [
             f"h{self.hidden}d{self.intermediate}e{self.experts}k{self.top_k}p{self.ranks}",
-            {"bfloat16": "bf16", "float16": "fp16"}[self.dtype],
+            {"bfloat16": "bf16", "float16": "fp16", "float32": "tf32"}[self.dtype],
             self.activation + ("_gated" if self.gated else ""),
             self.scoring + ("_renorm" if self.renormalize else ""),
         ]
@@ -193,8 +191,14 @@ class KernelShape:
 
     @property
     def element_size(self) -> int:
-        """bytes of an element: 2"""
-        return 2
+        """bytes of an element: 4 for float32, else 2"""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def line(self) -> int:
+        """columns of 128 bytes, the depth of a pipeline stage and the width of an epilogue buffer: 32 for float32, else
+        64"""
+        return LINE_BYTES // self.element_size
 
     @property
     def up_rows(self) -> int:
@@ -212,19 +216,47 @@ class KernelShape:
         return ceil_div(self.hidden, TILE_COLUMNS)
 
     @property
+    def words(self) -> int:
+        """task words that a block has room for; the biases of float32 layers take the place of two of them"""
+        return 1 if self.expert_bias and self.element_size == 4 else WORDS
+
+    @property
+    def sent(self) -> int:
+        """barriers of finished GEMM1 tiles: more than the words by which consumers can be ahead of the storer"""
+        return 2 * self.words
+
+    @property
+    def biases(self) -> int:
+        """places for the biases of a task: the loader is at most that many tasks ahead of the epilogue"""
+        return self.words + 1
+
+    @property
+    def chunks0(self) -> int:
+        """epilogue buffers' worth of columns that a task of the first product makes"""
+        return (HALF_COLUMNS if self.gated else TILE_COLUMNS) // self.line
+
+    @property
     def depth0(self) -> int:
-        """pipeline stages of one task of the first product (and of the gate): H / 64"""
-        return self.hidden // TILE_K
+        """pipeline stages of one task of the first product (and of the gate): H / line"""
+        return self.hidden // self.line
 
     @property
     def depth1(self) -> int:
-        """pipeline stages of one task of the second product: D / 64"""
-        return self.intermediate // TILE_K
+        """pipeline stages of one task of the second product: D / line"""
+        return self.intermediate // self.line
 
     @property
     def gate_depth(self) -> int:
-        """pipeline stages of one token tile of the gate: H / 64, three times that with a router of fp32"""
-        return self.depth0 * (ROUTER_PARTS if self.fp32_router else 1)
+        """pipeline stages of one token tile of the gate: parts of the router * H / line"""
+        return self.depth0 * self.router_parts
+
+    @property
+    def router_parts(self) -> int:
+        """summands as which the router is handed over: 3 x 8 bits of bfloat16 hold the 24 of an fp32 router beside
+        16-bit tokens; 2 x 11 bits of TF32 in a float32 layer"""
+        if self.dtype == "float32":
+            return 2
+        return 3 if self.fp32_router else 1
 
     @property
     def shared_columns0(self) -> int:
@@ -234,7 +266,7 @@ class KernelShape:
     @property
     def shared_depth1(self) -> int:
         """pipeline stages of one task of the shared expert's second product"""
-        return self.shared_intermediate // TILE_K
+        return self.shared_intermediate // self.line
 
     @property
     def group_tiles(self) -> int:
@@ -289,8 +321,8 @@ class KernelShape:
 def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     """Everything about a layer that the megakernel can't do, in words; empty if it can."""
     c, out = config, []
-    if c.dtype not in ("bfloat16", "float16"):
-        out.append(f"dtype={c.dtype} (only bfloat16 and float16)")
+    if c.dtype not in DTYPES:
+        out.append(f"dtype={c.dtype} (only {', '.join(DTYPES)})")
     if c.layout != "compact":
         out.append(f"layout='{c.layout}' (only compact)")
     if c.capacity_factor is not None:
@@ -304,8 +336,8 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     if c.num_groups > MAX_GROUPS:
         out.append(f"num_groups={c.num_groups} (at most {MAX_GROUPS})")
     for name in ("hidden", "intermediate", "shared_intermediate"):
-        if getattr(c, name) % TILE_K:
-            out.append(f"{name}={getattr(c, name)} (must be a multiple of {TILE_K})")
+        if getattr(c, name) * c.element_size % LINE_BYTES:
+            out.append(f"{name}={getattr(c, name)} (must be a multiple of {LINE_BYTES // c.element_size})")
     if c.max_tokens * c.top_k >= 1 << HOME_BITS:
         out.append(f"max_tokens={c.max_tokens} (max_tokens * top_k must stay below 2**{HOME_BITS})")
     if ranks > 1 << (31 - HOME_BITS):
@@ -342,7 +374,7 @@ def buffer_rows(shape: KernelShape, max_tokens: int) -> int:
 def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region], int]:
     """The symmetric heap, the same on every rank.
 
-    bytes = B * (R + K * max_tokens) * H * 2  (rows in, results back: `MoEConfig.compact_bytes` with T = 128)
+    bytes = B * (R + K * max_tokens) * H * element size  (rows in, results back: `MoEConfig.compact_bytes` with T = 128)
           + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
     """
     rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)

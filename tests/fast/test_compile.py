@@ -49,6 +49,13 @@ VARIANTS = {
             shared_intermediate=320, dtype="float16",
         ), 1, "tickets",
     ),
+    "tf32": (MoEConfig(2048, 768, 128, 8), 1, "spare_warps"),
+    "tf32, everything": (
+        MoEConfig(
+            512, 256, 60, 6, "gelu", gated=False, expert_bias=True, router_bias=True, num_groups=4, top_groups=2,
+            shared_intermediate=320, shared_gate=True,
+        ), 1, "tickets",
+    ),
 }  # fmt: skip
 FP32_ROUTER = ("deepseek",)
 

@@ -45,7 +45,8 @@ def test_heap_formula():
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"dtype": "float32"}, "dtype=float32"),
+        ({"dtype": "float64"}, "dtype=float64"),
+        ({"dtype": "float32", "hidden": 2016 + 16}, "hidden=2032 .must be a multiple of 32"),
         ({"hidden": 2000}, "hidden=2000"),
         ({"intermediate": 100}, "intermediate=100"),
         ({"experts": 512}, "experts=512"),
@@ -74,7 +75,8 @@ def test_unknown_scheduler_is_refused():
 def test_names_are_unique():
     """A cache file's name tells variants apart."""
     changes = (
-        {}, {"dtype": "float16"}, {"activation": "gelu"}, {"renormalize": False}, {"scoring": "sigmoid"},
+        {}, {"dtype": "float16"}, {"dtype": "float32"}, {"activation": "gelu"}, {"renormalize": False},
+        {"scoring": "sigmoid"},
         {"router_bias": True}, {"expert_bias": True}, {"selection_bias": True}, {"interleaved": True},
         {"top_k_order": "before_scores"}, {"num_groups": 8, "top_groups": 4},
         {"num_groups": 8, "top_groups": 4, "group_score": "top2_sum"}, {"activation": "clamped_swiglu"},

@@ -16,7 +16,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.train.job import TrainJob
 
 ACTIVATIONS = (("relu", False), ("gelu", False), ("silu", True), ("gelu", True), ("relu", True), ("silu", False))
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float32")
 TOP_K = (1, 2, 4, 8)
 EXPERTS = (8, 60, 64, 128, 256)
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
@@ -90,7 +90,7 @@ def cases_of(number: int) -> list[Case]:
             Case(
                 hidden, intermediate, experts, top_k, activation, gated, dtype, (tokens, other),
                 ROUTINGS[(i + number) % len(ROUTINGS)], scheduler, scoring, renormalize, scale, bias, form=form,
-                fp32_router=groups > 1,
+                fp32_router=groups > 1 and dtype != "float32",
             )
         )  # fmt: skip
     return out
@@ -128,6 +128,7 @@ LAYERS = (
     {**CLAMPED, "clamp_limit": 7.0, "expert_bias": True, "router_bias": True, "interleaved": True,
      "top_k_order": "before_scores", "renormalize": False},
     {"shared_intermediate": 320, "shared_gate": True, "num_groups": 4, "top_groups": 2, "routed_scaling": 2.5},
+    {"dtype": "float32", "shared_intermediate": 96, "expert_bias": True},
 )  # fmt: skip
 """Layers of the tests that go through MoELayer: what they change of H = 512, D = 256, E = 8, K = 2, bf16."""
 LAYER = {"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, "dtype": "bfloat16", "max_tokens": 4096}

@@ -22,7 +22,7 @@ from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_ref.config import MoEConfig
 
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-3}
 """Relative error (Frobenius) of a buffer against fp32 arithmetic on the same rounded inputs."""
 ROUTINGS = ("gate", "uniform", "zipf", "one_expert", "one_rank", "masked", "duplicates")
 
@@ -144,7 +144,7 @@ def launch(engine: Engine, inputs: Inputs, rank: int, x: torch.Tensor | None = N
     shape = engine.shape
     weights = inputs.chain(shape.first_expert(rank), shape.first_expert(rank + 1))
     router = inputs.router
-    if shape.fp32_router:
+    if shape.router_parts > 1:
         router = router_parts(router, inputs.first.dtype)
     if x is None and inputs.expert is not None and inputs.weight is not None:
         more = {"expert_SK": inputs.expert[rank], "weight_SK": inputs.weight[rank], **more}
@@ -359,9 +359,9 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         want = want + gate_of_shared * ffn_exact(plain, x, first, second)
     errors["y"] = relative(y, want)
     assert errors["y"] <= limit, f"{errors}; {first_wrong(y, want, limit)}"
-    # no worse than what the unfused chain makes of the same routing
+    # no worse than what the unfused chain makes of the same routing (which has no TF32)
     other = unfused_result(case, inputs, all_ids, weight, want_counts)
-    if other is not None:
+    if other is not None and dtype != torch.float32:
         errors["unfused"] = relative(other, want)
         assert errors["y"] <= 1.5 * errors["unfused"] + 1e-6, errors
     # the combine itself, from the returned rows that are there: fp32, k order, one rounding

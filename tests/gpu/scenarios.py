@@ -384,7 +384,7 @@ def layer() -> dict:
 
 def training() -> dict:
     """Gradients through backend="fused" against float64, and against what the reference's own bf16 backward gets."""
-    return {str(changes): gradients_of(changes) for changes in (cases.LAYERS[0], *cases.LAYERS[3:])}
+    return {str(changes): gradients_of(changes) for changes in (cases.LAYERS[0], *cases.LAYERS[3:5])}
 
 
 def gradients_of(changes: dict) -> dict:
@@ -657,6 +657,35 @@ def families() -> dict:
     return out
 
 
+def tf32() -> dict:
+    """A float32 layer's time against the same layer's in bfloat16, in turn: at most 2.3 times."""
+    from moe_fast.bench import LAYERS, interleaved, set_up
+    from moe_fast.engine import router_parts
+
+    out = {}
+    for name in ("paper-e32", "qwen3"):
+        setups = {dtype: set_up(LAYERS[name].replace(dtype=dtype), 8192, "spare_warps") for dtype in cases.DTYPES[::2]}
+
+        def call(setup):
+            w = setup.weights
+            router = w.router_EH
+            if setup.engine.shape.router_parts > 1:
+                router = router_parts(router, torch.float32)
+            y = torch.empty_like(setup.x_SH)
+            return lambda: setup.engine.launch(setup.x_SH, router, w.up_XUH, w.down_XHD, out=y)
+
+        times = interleaved({dtype: call(setup) for dtype, setup in setups.items()}, 15)
+        out[name] = {dtype: value["median"] for dtype, value in times.items()}
+        out[name]["ratio"] = round(out[name]["float32"] / out[name]["bfloat16"], 3)
+        for setup in setups.values():
+            setup.engine.check()
+            setup.engine.heap.close()
+        del setups
+    slow = {name: found for name, found in out.items() if found["ratio"] > 2.3}
+    assert not slow, slow
+    return out
+
+
 def library_ids(block, x: torch.Tensor) -> torch.Tensor:
     """What a block's router chooses, ids in ascending order."""
     router = getattr(block, "gate", None) or block.router
@@ -679,7 +708,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         special, uneven, repeat, graph, operations, wrong_input, refused, traced, layer, training, train_fused,
-        families, matrix, large, slow_start, replicas, timeout, small,
+        families, tf32, matrix, large, slow_start, replicas, timeout, small,
     )
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from moe_ref.train import sharded
 
 EVERYWHERE = (
     "special", "uneven", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
-    "train_fused", "matrix", "slow_start",
+    "train_fused", "tf32", "matrix", "slow_start",
 )  # fmt: skip
 # The one that ends with a kernel's failure comes last.
 ONE_GPU = (*EVERYWHERE, "families", "large", "timeout")
