@@ -146,14 +146,15 @@ def activate(product_NU: Tensor, config: MoEConfig) -> Tensor:
 def feed_forward(rows_NH: Tensor, ends_X: Tensor, weights: ChainWeights, config: MoEConfig) -> Tensor:
     """All local experts over expert-major rows."""
     product = grouped_mm(rows_NH, weights.up_XUH.transpose(1, 2), ends_X)
-    expert_N = None
-    if weights.up_bias_XU is not None:
-        # rows in order of their expert: the expert of row n is the number of experts that end at or before n
-        row_N = torch.arange(rows_NH.shape[0], device=rows_NH.device, dtype=ends_X.dtype)
-        expert_N = torch.searchsorted(ends_X, row_N, right=True)
-        product = product + weights.up_bias_XU[expert_N]
-    out_NH = grouped_mm(activate(product, config), weights.down_XHD.transpose(1, 2), ends_X)
-    return out_NH if weights.down_bias_XH is None else out_NH + weights.down_bias_XH[expert_N]
+    if weights.up_bias_XU is None or weights.down_bias_XH is None:
+        return grouped_mm(activate(product, config), weights.down_XHD.transpose(1, 2), ends_X)
+    # rows in order of their expert: the expert of row n is the number of experts that end at or before n
+    row_N = torch.arange(rows_NH.shape[0], device=rows_NH.device, dtype=ends_X.dtype)
+    expert_N = torch.searchsorted(ends_X, row_N, right=True)
+    # in fp32, above all for the backward, which sums a bias' gradient over the rows
+    hidden_ND = activate(product.float() + weights.up_bias_XU.float()[expert_N], config).to(rows_NH.dtype)
+    out_NH = grouped_mm(hidden_ND, weights.down_XHD.transpose(1, 2), ends_X)
+    return (out_NH.float() + weights.down_bias_XH.float()[expert_N]).to(rows_NH.dtype)
 
 
 def shared_expert(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> Tensor | None:

@@ -273,16 +273,20 @@ def multiply_exactly(
         sync_group(group)
         release(empty, count)
         count += 1
-    for _ in range(depth):
+    warpgroup.fence()
+    for step in range(depth):
         stage = count % STAGES
         cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
-        warpgroup.fence()
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        release(empty, count)
+        # as in `multiply`: the product of one step stays in flight
+        warpgroup.wait_group(1)
+        if step > 0:
+            release(empty, count - 1)
         count += 1
+    warpgroup.wait_group(0)
+    release(empty, count - 1)
     return count
 
 

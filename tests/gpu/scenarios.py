@@ -658,12 +658,15 @@ def families() -> dict:
 
 
 def tf32() -> dict:
-    """A float32 layer's time against the same layer's in bfloat16, in turn: at most 2.3 times."""
+    """A float32 layer's time against the same layer's in bfloat16, in turn: at most 2.3 times for the paper's layer.
+
+    The gate, whose product costs six times as much, weighs more where experts are many and small.
+    """
     from moe_fast.bench import LAYERS, interleaved, set_up
     from moe_fast.engine import router_parts
 
     out = {}
-    for name in ("paper-e32", "qwen3"):
+    for name in cases.TF32_TIMES:
         setups = {dtype: set_up(LAYERS[name].replace(dtype=dtype), 8192, "spare_warps") for dtype in cases.DTYPES[::2]}
 
         def call(setup):
@@ -681,7 +684,7 @@ def tf32() -> dict:
             setup.engine.check()
             setup.engine.heap.close()
         del setups
-    slow = {name: found for name, found in out.items() if found["ratio"] > 2.3}
+    slow = {name: found for name, found in out.items() if found["ratio"] > cases.TF32_TIMES[name]}
     assert not slow, slow
     return out
 
