@@ -21,8 +21,9 @@ from moe_ref.train.compare import check_machine, compare, plot_comparison, print
 from moe_ref.train.job import TrainJob, check, train
 from moe_ref.train.launch import launch, naming_lost_ranks
 from moe_ref.train.loads import write_loads
+from moe_ref.train.sharded import owned
 from moe_ref.train.summary import plot_run, summary
-from moe_ref.world import DistributedWorld, world_for
+from moe_ref.world import DistributedWorld, SimulatedWorld, world_for
 
 
 def register(app: typer.Typer) -> None:
@@ -114,6 +115,9 @@ def train_command(
     launched = world_size_from_environment()
     count = launched or (4 if ranks is None else ranks)
     _check(task, count)
+    if folder is not None and not launched:
+        with owned(folder, SimulatedWorld()):  # so that a folder of no use is known before any process is started
+            pass
     if launched or count == 1:
         if ranks not in (None, count):
             raise UsageError(f"--ranks is {ranks}, but torchrun started {count} processes; leave --ranks out")

@@ -11,9 +11,11 @@ Letters: B sequences, L positions of a sequence, P ranks, E experts.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ref import text
+from moe_ref import backends, text
 from moe_ref.config import MoEConfig
+from moe_ref.environment import local_world_size_from_environment, world_size_from_environment
 from moe_ref.errors import UsageError
+from moe_ref.layout import ceil_div
+from moe_ref.limits import check_memory, check_seed
 from moe_ref.stats import LayerStats
 from moe_ref.train import sharded
 from moe_ref.train.balancing import check_sizes, make_placement, make_planner
@@ -39,6 +44,9 @@ from moe_ref.train.progress import bar
 from moe_ref.train.recompute import recompute
 from moe_ref.train.replicated import Replicated
 from moe_ref.world import SimulatedWorld, World
+
+MAX_TIMEOUT_S = 10**7
+"""Longest wait for another rank, 116 days: what every transport can count in milliseconds of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +98,18 @@ class TrainJob:
 
     def __post_init__(self) -> None:
         for name, low in (("steps", 1), ("sequences", 1), ("context", 1), ("micro_batches", 1), ("blocks", 2),
-                          ("every", 1), ("interval", 0), ("seed", 0)):  # fmt: skip
+                          ("every", 1), ("interval", 0)):  # fmt: skip
             if getattr(self, name) < low:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least {low}")
         if self.micro_batches > self.sequences:
             raise UsageError(f"micro_batches is {self.micro_batches}, expected at most the {self.sequences} sequences")
         if not (math.isfinite(self.balance) and self.balance >= 0):
             raise UsageError(f"the weight of the balance loss is {self.balance}, expected 0 or a positive number")
-        if not self.learning_rate > 0 or not self.clip > 0 or not self.timeout_s > 0:
-            raise UsageError("learning_rate, clip and timeout_s must be positive numbers")
+        if not 0 < self.learning_rate < math.inf or not self.clip > 0:
+            raise UsageError(f"learning_rate is {self.learning_rate}, clip {self.clip}, expected positive numbers")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise UsageError(f"--timeout is {self.timeout_s}, expected more than 0 and at most {MAX_TIMEOUT_S} seconds")
+        check_seed(self.seed, "--seed")
         if self.resume and self.folder is None:
             raise UsageError("resume needs the folder of the checkpoints")
         if self.backend != "ref" and (self.balance or self.recompute):
@@ -164,6 +175,15 @@ def training_steps(
 ) -> Iterator[tuple[Outcome, Replicated]]:
     """The loop itself: yields once before the first step, and after each; what it yields is always the same objects."""
     corpus, meta = check(job, world.num_ranks)
+    # The lock is held as long as this generator lives.
+    with nullcontext() if job.folder is None else sharded.owned(Path(job.folder), world):
+        yield from _steps(job, world, device, corpus, meta)
+
+
+def _steps(
+    job: TrainJob, world: World, device: torch.device | str, corpus: Corpus, meta: dict[str, Any] | None
+) -> Iterator[tuple[Outcome, Replicated]]:
+    """`training_steps`, after its checks."""
     torch.manual_seed(job.seed)
     model = ByteMoE(job.model).to(device)
     training = Replicated(model, _placements(job, world, model, meta), world, sharded=job.sharded)
@@ -176,7 +196,7 @@ def training_steps(
     outcome = Outcome()
     if meta is not None:
         outcome.first_step = int(sharded.load(Path(str(job.folder)), optimizer)["step"])
-    managers = Managers(job, optimizer)
+    managers, digest = Managers(job, optimizer), _digest(corpus)
     yield outcome, training
     for step in range(outcome.first_step, job.steps):
         start = time.perf_counter()
@@ -186,7 +206,7 @@ def training_steps(
         outcome.placement_TL.append(list(training.placements.values()))
         managers.observe(step, outcome)
         if job.folder is not None and ((step + 1) % job.every == 0 or step + 1 == job.steps):
-            sharded.save(Path(job.folder), step + 1, optimizer, {"job": asdict(job)})
+            sharded.save(Path(job.folder), step + 1, optimizer, {"job": asdict(job), "text_sha256": digest})
         outcome.step_seconds.append(time.perf_counter() - start)
         outcome.sync_seconds = training.sync_seconds
         yield outcome, training
@@ -200,10 +220,38 @@ def check(job: TrainJob, ranks: int) -> tuple[Corpus, dict[str, Any] | None]:
     """
     check_sizes(job.balancing, ranks, job.experts, job.replicas, job.group_size)
     job.model  # noqa: B018 (raises if the sizes make no model)
+    processes = local_world_size_from_environment() if world_size_from_environment() else ranks
+    check_memory(
+        _least_bytes(job, processes),
+        f"{processes} processes with a model of these sizes",
+        "lower --ranks, --sequences, --context, --experts, --blocks or the widths",
+    )
+    backend = backends.get(job.backend).unavailable()
+    if backend is not None:
+        raise backends.BackendUnavailable(f"backend {job.backend!r} can't run here: {backend}")
     meta = sharded.read_meta(Path(str(job.folder))) if job.resume else None
+    corpus = _corpus(job)
     if meta is not None:
-        _check_same_run(job, meta)
-    return _corpus(job), meta
+        _check_same_run(job, meta, corpus)
+    elif job.folder is not None and (Path(job.folder) / sharded.LATEST).exists():
+        raise UsageError(
+            f"{job.folder} has checkpoints of another run, which this one would replace; go on from them with "
+            "--resume, or name another folder"
+        )
+    return corpus, meta
+
+
+PROCESS_BYTES = 100e6
+"""What a process with torch takes before it does anything, roughly and at least."""
+
+
+def _least_bytes(job: TrainJob, processes: int) -> int:
+    """Bytes that the processes of one machine need at least: each makes the whole model before it keeps its share."""
+    expert = 3 * job.hidden * job.intermediate * job.experts
+    parameters = 2 * 256 * job.hidden + job.blocks * 4 * job.hidden**2 + (job.blocks - 1) * expert
+    tokens = job.sequences * job.context
+    activations = 8 * tokens + 4 * ceil_div(tokens, job.micro_batches) * 256  # the batch, and one part's logits
+    return int(processes * (PROCESS_BYTES + 4 * parameters) + activations)
 
 
 def _step(
@@ -221,7 +269,7 @@ def _step(
     for group in optimizer.inner.param_groups:
         group["lr"] = job.recipe.rate(step)
     nats, all_stats = 0.0, []
-    for micro_BL in batch_BL.chunk(job.micro_batches):
+    for micro_BL in batch_BL.tensor_split(job.micro_batches):
         mine_BL = _own_sequences(micro_BL, world).to(device)
         logits, stats = recompute(training, mine_BL[:, :-1]) if job.recompute else training(mine_BL[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), mine_BL[:, 1:].flatten(), reduction="sum")
@@ -294,19 +342,36 @@ _FIXED = (
     "seed",
     "text",
     "learning_rate",
+    "clip",
+    "balance",
+    "z",
     "dtype",
 )
 """What must be the same for a run to go on as if it had not stopped; ranks, replicas and balancing may change."""
 
 
-def _check_same_run(job: TrainJob, meta: dict[str, Any]) -> None:
-    before = {"dtype": "float32", **meta["extra"].get("job", {})}  # older checkpoints knew no other
+def _digest(corpus: Corpus) -> str:
+    """SHA-256 of the bytes that are trained on."""
+    return hashlib.sha256(corpus.train.numpy().tobytes()).hexdigest()
+
+
+def _check_same_run(job: TrainJob, meta: dict[str, Any], corpus: Corpus) -> None:
+    said = meta["extra"].get("job")
+    if not isinstance(said, dict):
+        raise UsageError(
+            f"the checkpoint in {job.folder} is not one of moe-ref train; start without --resume elsewhere"
+        )
+    before = {"dtype": "float32", **said}  # older checkpoints knew no other
     for name in _FIXED:
         if before.get(name) != getattr(job, name):
             raise UsageError(
                 f"the checkpoint is of a run with {name} {before.get(name)!r}, this one has {getattr(job, name)!r}; "
-                "give the same value, or start without --resume"
+                "give the same value, or start without --resume in another folder"
             )
+    if meta["extra"].get("text_sha256", _digest(corpus)) != _digest(corpus):
+        raise UsageError(
+            f"the text {job.text} has other bytes than when the checkpoint was written; give the same text"
+        )
     if int(meta["step"]) >= job.steps:
         raise UsageError(
             f"the checkpoint is at step {meta['step']}, nothing is left of {job.steps} steps; raise --steps"

@@ -35,11 +35,20 @@ class ReplicaOptimizer:
         make: class of a torch optimiser that works elementwise (SGD, Adam, AdamW, ...).
         options: for it (lr, betas, weight_decay, ...), the same for all parameters.
 
+    Raises:
+        UsageError: nothing to train; or ranks were given different optimisers or options (on every rank).
+
     Attributes:
         inner: the torch optimiser over the masters; change `inner.param_groups[0]["lr"]` for a schedule.
     """
 
     def __init__(self, training: Replicated, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        if not isinstance(training, Replicated):
+            raise UsageError(f"training is a {type(training).__name__}, expected the model wrapped in Replicated")
+        if not any(parameter.requires_grad for parameter in training.module.parameters()):
+            raise UsageError("every parameter of the model is frozen: there is nothing to train")
+        plain = {name: value for name, value in options.items() if isinstance(value, (int, float, str, tuple))}
+        training.world.agree("the optimiser", f"{getattr(make, '__name__', make)}, {sorted(plain.items())}")
         self.training, self._make, self._options = training, make, options
         self.masters: list[nn.Parameter] = []
         self.inner = self._build([bucket.values() for bucket in training.trainable])
@@ -47,7 +56,14 @@ class ReplicaOptimizer:
     def _build(self, whole: list[Tensor]) -> torch.optim.Optimizer:
         """Masters (own parts, if sharded) of these values and an optimiser without history."""
         self.masters = [nn.Parameter(self._own(i, value).clone()) for i, value in enumerate(whole)]
-        return self._make([master for master in self.masters if master.numel()], **self._options)
+        self._written = self._versions()
+        own = [master for master in self.masters if master.numel()]
+        # A rank may have nothing to update (few numbers, many replicas); torch's optimisers want a parameter.
+        return self._make(own or [nn.Parameter(torch.empty(0))], **self._options)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """What changes when somebody else than this optimiser writes into a parameter, or replaces it."""
+        return [(id(p), p._version) for p in self.training.module.parameters() if p.requires_grad]
 
     def _own(self, index: int, whole: Tensor) -> Tensor:
         bucket = self.training.trainable[index]
@@ -63,11 +79,17 @@ class ReplicaOptimizer:
         """Update masters from the synchronised gradients, parameters from masters, and forget the gradients.
 
         Raises:
-            RuntimeError: `synchronize` was not called since the last step.
+            RuntimeError: `synchronize` was not called since the last step; or somebody else has written into the
+                parameters (`load_state_dict`, say), which the masters would undo.
         """
         training = self.training
         if training.gradients is None:
             raise RuntimeError("step() before synchronize(): gradients still differ between replicas")
+        if self._written != self._versions():
+            raise RuntimeError(
+                "parameters were changed since this optimiser read or wrote them; make a new ReplicaOptimizer after "
+                "such a change (its masters would undo it)"
+            )
         for master, gradient in zip(self.masters, training.gradients, strict=True):
             master.grad = gradient
         self.inner.step()
@@ -79,6 +101,7 @@ class ReplicaOptimizer:
         for bucket, flat in zip(self.training.trainable, self._whole(self.masters), strict=True):
             for piece, value in zip(bucket.pieces, bucket.split(flat), strict=True):
                 piece.data.copy_(value)
+        self._written = self._versions()
 
     def _whole(self, parts: list[Any]) -> list[Tensor]:
         """Own parts to whole buckets on every replica."""
@@ -100,6 +123,19 @@ class ReplicaOptimizer:
                 if isinstance(value, Tensor) and value.shape == master.shape and value.dim():
                     names.add(name)
         return sorted(names)
+
+    def scalars(self) -> dict[str, float]:
+        """States of one number each beside the steps (NAdam's `mu_product`, ...): the same for all parameters, as all
+        are updated together; empty where this rank has no masters."""
+        for master in self.masters:
+            state = self.inner.state.get(master, {})
+            if state:
+                return {
+                    name: float(value)
+                    for name, value in state.items()
+                    if name != "step" and isinstance(value, Tensor) and not value.dim()
+                }
+        return {}
 
     def steps(self) -> int:
         """Optimiser steps so far, as its own state says (0 for optimisers that don't count)."""
@@ -126,12 +162,15 @@ class ReplicaOptimizer:
         return records
 
     @torch.no_grad()
-    def load(self, records: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+    def load(
+        self, records: Mapping[str, Mapping[str, Tensor]], steps: int, scalars: Mapping[str, float] | None = None
+    ) -> None:
         """Take over weights, masters and states, for the training's present buckets.
 
         Args:
             records: by logical key, at least those that this rank holds.
             steps: optimiser steps that the states are from, for optimisers that count them; else 0.
+            scalars: as `scalars()` gave them.
 
         Raises:
             UsageError: a key or a state is missing, or has another shape.
@@ -158,6 +197,7 @@ class ReplicaOptimizer:
                 self.inner.state[master] = {name: self._own(i, flat(i, name)).clone() for name in names}
                 if steps:
                     self.inner.state[master]["step"] = torch.tensor(float(steps))
+                self.inner.state[master] |= {name: torch.tensor(value) for name, value in (scalars or {}).items()}
 
 
 def _find(records: Mapping[str, Mapping[str, Tensor]], key: str, name: str, like: Tensor) -> Tensor:

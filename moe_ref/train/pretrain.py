@@ -96,7 +96,7 @@ class Corpus:
 
 def draw_batch(corpora: list[Corpus], recipe: Recipe, context: int, step: int) -> Tensor:
     """The batch of a step, [batch, context + 1] int64: equal parts of every text, a function of (seed, step)."""
-    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) % 2**63)
     rows = []
     for index in range(recipe.batch):
         source = corpora[index % len(corpora)].train

@@ -58,7 +58,7 @@ def replace(optimizer: ReplicaOptimizer, placements: Mapping[str, Placement]) ->
     if training.gradients is not None or any(p.grad is not None for p in training.module.parameters()):
         raise RuntimeError("gradients are pending; re-place between optimiser steps, after step()")
     start = time.perf_counter()
-    steps, records = optimizer.steps(), optimizer.export()
+    steps, scalars, records = optimizer.steps(), optimizer.scalars(), optimizer.export()
     moves = num_bytes = rounds = 0
     for name, placement in placements.items():
         layer = training.layers[name]
@@ -103,7 +103,7 @@ def replace(optimizer: ReplicaOptimizer, placements: Mapping[str, Placement]) ->
             p: {expert: records[f"{prefix}{p}/{expert}"]["weight"] for expert in held} for p in expert_parameters(layer)
         }
         set_held(layer, held, rows)
-    optimizer.load(records, steps)
+    optimizer.load(records, steps, scalars)
     return MoveReport(moves, num_bytes, rounds, time.perf_counter() - start)
 
 

@@ -20,6 +20,7 @@ ranks they are summed in fp32. The backward uses the plan of its forward; to rec
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -55,6 +56,10 @@ class Replicated(nn.Module):
 
     Attributes:
         sync_seconds: time spent in `synchronize` and in what the optimiser exchanges.
+
+    Raises:
+        UsageError: no MoE layer; placements that don't match layers or ranks; an expert parameter that is used at two
+            places of the model; or ranks with different models or settings (on every rank).
     """
 
     def __init__(
@@ -71,16 +76,25 @@ class Replicated(nn.Module):
         self.layers = moe_layers(module)
         if not self.layers:
             raise UsageError("the model has no MoELayer; use torch's DistributedDataParallel")
+        if not isinstance(world, World):
+            raise UsageError(f"world is a {type(world).__name__}, expected a DistributedWorld or a SimulatedWorld")
+        if not isinstance(placement, (Placement, Mapping)):
+            raise UsageError(
+                f"placement is a {type(placement).__name__}, expected a Placement, or a mapping from names of layers"
+            )
+        _refuse_tied_experts(module, self.layers)
         placements = dict.fromkeys(self.layers, placement) if isinstance(placement, Placement) else dict(placement)
         if set(placements) != set(self.layers):
             raise UsageError(f"placements are for {sorted(placements)}, expected one for each of {list(self.layers)}")
         if isinstance(world, DistributedWorld):
+            world.agree("the model that is replicated", _fingerprint(module, sharded, group_size))
             for value in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(value.detach(), group=world.group, group_src=0)
         for name, layer in self.layers.items():
             distribute(layer, world, placements[name], group_size)
         self.buckets: list[Bucket] = []
         self.gradients: list[Tensor] | None = None
+        self._written: list[tuple[int, int] | None] = []
         self.sync_seconds = 0.0
         self.rebuild()
 
@@ -116,6 +130,8 @@ class Replicated(nn.Module):
 
         Raises:
             ValueError: a denominator that is not a positive number.
+            RuntimeError: gradients are sums over ranks already; or parameters were frozen, unfrozen or added since
+                the buckets were made.
         """
         processes = self.world.num_ranks // len(self.world.local_ranks)
         denominator = float(processes if denominator is None else denominator)
@@ -123,6 +139,9 @@ class Replicated(nn.Module):
             raise ValueError(
                 f"denominator is {denominator}, expected a positive number, such as the tokens of all ranks"
             )
+        self._check_parameters()
+        if self.gradients is not None and self._written == self._versions():
+            raise RuntimeError("synchronize() twice for the same gradients: they are sums over all ranks already")
         start = time.perf_counter()
         buckets = self.trainable
         sums = sum_buckets(self.world, buckets, [bucket.gradients() for bucket in buckets], self.sharded)
@@ -131,6 +150,7 @@ class Replicated(nn.Module):
             self.zero_grad()
         else:
             self._write_gradients()
+        self._written = self._versions()
         self.sync_seconds += time.perf_counter() - start
 
     def clip(self, max_norm: float) -> float:
@@ -158,7 +178,24 @@ class Replicated(nn.Module):
                 gradient.mul_(max_norm / norm)
             if not self.sharded:
                 self._write_gradients()
+            self._written = self._versions()
         return norm
+
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """What changes when somebody writes into a gradient, or replaces it."""
+        gradients = [parameter.grad for parameter in self.module.parameters()]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError unless the buckets still are what the model has to train."""
+        expected = {id(piece.parameter) for bucket in self.trainable for piece in bucket.pieces}
+        for name, parameter in self.module.named_parameters():
+            # A layer that holds no expert here has parameters without numbers, and no pieces.
+            if parameter.requires_grad != (id(parameter) in expected) and parameter.numel():
+                raise RuntimeError(
+                    f"{name} was frozen, unfrozen or put into the model after it was wrapped; call rebuild() on every "
+                    "rank and make a new optimiser"
+                )
 
     def _write_gradients(self) -> None:
         """Put `gradients` into the parameters' grad."""
@@ -171,6 +208,30 @@ class Replicated(nn.Module):
                 gradient = piece.gradient
                 assert gradient is not None
                 gradient.copy_(value)
+
+
+def _fingerprint(module: nn.Module, sharded: bool, group_size: int | None) -> str:
+    """What all ranks must have alike before they exchange anything, as text."""
+    values = [
+        (name, str(value.dtype), tuple(value.shape), value.requires_grad)
+        for name, value in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    digest = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    return f"{len(values)} tensors ({digest}), sharded {sharded}, group_size {group_size}"
+
+
+def _refuse_tied_experts(module: nn.Module, layers: Mapping[str, MoELayer]) -> None:
+    """Experts become new parameters, whatever else holds the old ones; so nothing else may."""
+    own = {id(value) for layer in layers.values() for value in expert_parameters(layer).values()}
+    seen: dict[int, str] = {}
+    # A layer that stands at several places is one layer, and is met once.
+    for path, part in module.named_modules():
+        for name, value in part.named_parameters(path, recurse=False, remove_duplicate=False):
+            if id(value) in own and id(value) in seen:
+                raise UsageError(
+                    f"{seen[id(value)]} and {name} are one parameter; experts move between ranks and can't be tied"
+                )
+            seen[id(value)] = name
 
 
 def distribute(layer: MoELayer, world: World, placement: Placement, group_size: int | None = None) -> None:

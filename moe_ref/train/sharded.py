@@ -1,8 +1,9 @@
 """Checkpoints of a run on many ranks, by logical expert id: any number of ranks and any placement loads them.
 
     folder/
-        latest.json                      {"folder": "step-00000020-1a2b", "step": 20}
-        step-00000020-1a2b/
+        owner.lock                       locked while a run writes here
+        latest.json                      {"folder": "step-00000020-1a2b3c4d", "step": 20}
+        step-00000020-1a2b3c4d/
             rank-0000.safetensors        what rank 0 is responsible for: `KEY:FIELD` -> tensor
             rank-0001.safetensors        ...
             meta.json                    step, optimiser steps, placements, whatever the caller adds
@@ -17,11 +18,14 @@ theirs to disk. A run killed at any time leaves the checkpoint before, or this o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,16 @@ from torch import Tensor
 from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
 from moe_ref.train.optimizer import ReplicaOptimizer
-from moe_ref.world import DistributedWorld
+from moe_ref.world import DistributedWorld, World
+
+try:
+    import fcntl
+except ImportError:  # not on this system: nobody is kept out of a folder
+    fcntl = None
 
 FORMAT = "moe-ref training checkpoint 1"
-LATEST, META = "latest.json", "meta.json"
+LATEST, META, OWNER = "latest.json", "meta.json", "owner.lock"
+_NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 KEPT = 2
 """Checkpoints that stay on disk: the newest, and the one before for whoever is still reading it."""
 
@@ -49,12 +59,16 @@ def save(folder: Path, step: int, optimizer: ReplicaOptimizer, extra: Mapping[st
         folder: the same for all ranks, on a file system that all see.
         step: of the run.
         extra: further JSON values for `load` to give back.
+
+    Raises:
+        UsageError: on every rank, if one of them can't write; the checkpoint before stays.
+        TypeError: `extra` has other values.
     """
     training = optimizer.training
     world, rank = training.world, training.world.local_ranks[0]
+    more = json.loads(json.dumps(dict(extra or {})))
     name = _agreed_name(optimizer, step)
     target = folder / name
-    target.mkdir(parents=True, exist_ok=True)
     records = optimizer.export()
     tensors: dict[str, Tensor] = {}
     for bucket in training.buckets:
@@ -65,26 +79,46 @@ def save(folder: Path, step: int, optimizer: ReplicaOptimizer, extra: Mapping[st
     if rank == 0:
         for buffer, value in training.module.named_buffers():
             tensors[f"{buffer}:buffer"] = value.detach().contiguous().cpu()
-    file = target / f"rank-{rank:04d}.safetensors"
-    save_file(tensors, file, metadata={"format": FORMAT})
-    _to_disk(file)
-    if isinstance(world, DistributedWorld):
-        dist.barrier(group=world.group)
-    if rank == 0:
+
+    def write_part() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        file = target / f"rank-{rank:04d}.safetensors"
+        save_file(tensors, file, metadata={"format": FORMAT})
+        _to_disk(file)
+
+    def name_it() -> None:
+        if rank != 0:
+            return
         meta = {
             "format": FORMAT,
             "step": step,
+            "optimizer": type(optimizer.inner).__name__,
             "optimizer_steps": optimizer.steps(),
+            "optimizer_scalars": optimizer.scalars(),
             "ranks": world.num_ranks,
             "files": world.num_ranks if isinstance(world, DistributedWorld) else 1,
             "placements": {layer: p.ranks_of_expert for layer, p in training.placements.items()},
-            "extra": dict(extra or {}),
+            "extra": more,
         }
         _write_json(target / META, meta)
         _write_json(folder / LATEST, {"folder": name, "step": step})
+
+    for part in (write_part, name_it):
+        failed = ""
+        try:
+            part()
+        except (OSError, SafetensorError) as error:
+            failed = f"rank {rank}: {error}"
+        # Whoever failed must say so: the others would wait for it.
+        said = [text for text in world.gather_text(failed) if text]
+        if said:
+            shutil.rmtree(target, ignore_errors=True)  # makes room, should that be what is missing
+            raise UsageError(
+                f"the checkpoint of step {step} can't be written into {folder} ({said[0]}); make room or name another "
+                "folder, and go on from the checkpoint before"
+            )
+    if rank == 0:
         _forget_old(folder, name)
-    if isinstance(world, DistributedWorld):
-        dist.barrier(group=world.group)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -93,19 +127,65 @@ def read_meta(folder: Path) -> dict[str, Any]:
     Raises:
         UsageError: there is none, or it is not of this format.
     """
-    latest = _read_json(folder / LATEST, "start without --resume")
-    name = str(latest.get("folder"))
-    if Path(name).name != name:
-        raise UsageError(f"{folder / LATEST} names the folder {name!r}, expected one inside {folder}")
-    meta = _read_json(folder / name / META, "the checkpoint is incomplete")
+    latest = _read_json(folder / LATEST, "start without --resume, in another folder")
+    name = latest.get("folder")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"{folder / LATEST} names the folder {str(name)[:80]!r}, expected one inside {folder}")
+    path = folder / name / META
+    meta = _read_json(path, "the checkpoint is incomplete")
     if meta.get("format") != FORMAT:
         raise UsageError(f"{folder} has the format {meta.get('format')!r}, expected {FORMAT!r}")
+    for key, least in (("step", 0), ("optimizer_steps", 0), ("ranks", 1), ("files", 1)):
+        value = meta.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{key} in {path} is {value!r}, expected an integer of at least {least}")
+    for key in ("placements", "extra"):
+        if not isinstance(meta.get(key), dict):
+            raise UsageError(f"{key} in {path} is {meta.get(key)!r}, expected an object")
+    scalars = meta.setdefault("optimizer_scalars", {})  # older checkpoints have none
+    if not isinstance(scalars, dict) or not all(isinstance(value, float) for value in scalars.values()):
+        raise UsageError(f"optimizer_scalars in {path} is {scalars!r}, expected numbers by name")
     return {**meta, "path": str(folder / name)}
+
+
+@contextmanager
+def owned(folder: Path, world: World) -> Iterator[None]:
+    """While inside, `folder` is this run's alone; every rank calls it. A run that was killed owns nothing any more.
+
+    Two runs would name each other's checkpoints as the latest, and remove what the other is still writing.
+
+    Raises:
+        UsageError: on every rank, if another run writes there, or nothing can be written.
+    """
+    failed, handle = "", None
+    if world.local_ranks[0] == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = (folder / OWNER).open("ab")
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            failed = "another run is writing there"
+        except OSError as error:
+            # Some network file systems know no locks; then nobody is kept out.
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                failed = error.strerror or str(error)
+    try:
+        said = [text for text in world.gather_text(failed) if text]
+        if said:
+            raise UsageError(f"checkpoints can't go into the folder {folder}: {said[0]}; name another")
+        yield
+    finally:
+        if handle is not None:
+            handle.close()
 
 
 def saved_placements(meta: Mapping[str, Any]) -> dict[str, Placement]:
     """Placement of every layer at the time of the checkpoint."""
-    return {name: Placement.from_replicas(sets, int(meta["ranks"])) for name, sets in meta["placements"].items()}
+    try:
+        return {name: Placement.from_replicas(sets, int(meta["ranks"])) for name, sets in meta["placements"].items()}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a placement of the checkpoint can't be used: {error}") from error
 
 
 def load(folder: Path, optimizer: ReplicaOptimizer) -> dict[str, Any]:
@@ -118,9 +198,12 @@ def load(folder: Path, optimizer: ReplicaOptimizer) -> dict[str, Any]:
         UsageError: no checkpoint, a file is missing or unreadable, or it is of another model or optimiser.
     """
     meta = read_meta(folder)
+    wrote, here = meta.get("optimizer"), type(optimizer.inner).__name__
+    if wrote not in (None, here):  # older checkpoints don't say it
+        raise UsageError(f"the checkpoint was written with the optimiser {wrote}, this run has {here}")
     files = [Path(meta["path"]) / f"rank-{rank:04d}.safetensors" for rank in range(int(meta["files"]))]
     records = _Records(files)
-    optimizer.load(records, int(meta["optimizer_steps"]))
+    optimizer.load(records, int(meta["optimizer_steps"]), meta["optimizer_scalars"])
     with torch.no_grad():
         for name, buffer in optimizer.training.module.named_buffers():
             if "buffer" not in records.get(name, {}):
@@ -225,7 +308,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"no checkpoint at {path.parent}: {path.name} can't be read ({error}); {remedy}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} holds a {type(value).__name__}, expected an object; {remedy}")
@@ -234,6 +317,7 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 def _forget_old(folder: Path, newest: str) -> None:
     """Remove all but the newest checkpoints, and what killed runs left behind."""
-    found = sorted(folder.glob("step-*-*"), key=lambda p: (p.name == newest, (p / META).is_file(), p.stat().st_mtime))
+    ours = [path for path in folder.glob("step-*-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    found = sorted(ours, key=lambda p: (p.name == newest, (p / META).is_file(), p.stat().st_mtime))
     for path in found[:-KEPT]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)

@@ -88,7 +88,7 @@ def test_resume_in_one_process(checkpoints, stopped: Path, one_thread) -> None:
 
 def test_checkpoint_is_atomic(checkpoints, stopped: Path) -> None:
     # A run killed while it writes leaves a folder that nothing names: it is not seen.
-    unfinished = stopped / "step-00000099-dead"
+    unfinished = stopped / "step-00000099-deadbeef"
     unfinished.mkdir()
     (unfinished / "rank-0000.safetensors").write_bytes(b"half a fi")
     (stopped / "latest.part").write_text('{"folder": "step-000')
