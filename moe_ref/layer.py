@@ -244,7 +244,10 @@ class MoELayer(nn.Module):
         with autocast_off:
             record = self._backend.forward(self, [part.to(dtype) for part in parts], routings)
             assert record.y_SH is not None
-            y = torch.cat(record.y_SH).view(whole.shape) if whole is not None else record.y_SH
+            y = record.y_SH
+            if whole is not None:
+                # of one rank it is the result itself, not a copy: a fused layer stays one operation of the GPU
+                y = (y[0] if len(y) == 1 else torch.cat(y)).view(whole.shape)
             return (y, LayerStats.of(record, self.config, dtype)) if return_stats else y
 
     def check_input(self, x: Any, routing: Any = None) -> tuple[list[Tensor], list[Routing] | None]:

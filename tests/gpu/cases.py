@@ -182,7 +182,9 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *UNEVEN]
     cases += [*FAMILY_SIZES, SHARED] + ([LARGE] if ranks == 1 else [])
     shapes = [c.shape(ranks) for c in cases]
-    shapes += [KernelShape.from_config(MoEConfig(**{**LAYER, **c}), ranks, "spare_warps") for c in LAYERS]
+    layers = [MoEConfig(**{**LAYER, **changes}) for changes in LAYERS]
+    shapes += [KernelShape.from_config(c, ranks, "spare_warps") for c in layers]
+    shapes += [KernelShape.from_config(layers[4], ranks, "spare_warps", fp32_router=True)]
     shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in TRAINED]
     if ranks == 1 and find_spec("transformers"):
         from hf_models import make_config

@@ -14,8 +14,10 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -194,7 +196,10 @@ def node_kinds(recorded: torch.cuda.CUDAGraph) -> dict[str, int]:
 
 
 def operations() -> dict:
-    """GPU operations of one forward, counted by the profiler, gate included, K = 8; beside it the eager chain's."""
+    """GPU operations of one forward, counted by the profiler, gate included, K = 8; beside it the eager chain's.
+
+    Also through MoELayer, for layers with biases, a shared expert, a router of fp32.
+    """
     case = replace(cases.QWEN3, tokens=(1000,))
     engine, inputs = engine_for(case), make_inputs(case)
     rank, ranks = rank_and_size()
@@ -206,8 +211,23 @@ def operations() -> dict:
         with torch.no_grad():
             unfused.forward(inputs.x[rank], weights, case.config, None, ranks)
 
+    def through(one) -> Callable[[], Any]:
+        x = torch.randn(300, one.config.hidden, device="cuda").to(one.config.torch_dtype)
+
+        def call() -> None:
+            with torch.no_grad():
+                one(x)
+
+        return call
+
+    calls = {"fused": fused, "unfused": chain}
+    for number, changes in enumerate(cases.LAYERS):
+        calls[f"fused layer {number}"] = through(make_layer("fused", **changes))
+    routed = make_layer("fused", **cases.LAYERS[4])
+    routed.router.weight = torch.nn.Parameter(routed.router.weight.detach().float())
+    calls["fused layer, router of fp32"] = through(routed)
     names = {}
-    for name, call in (("fused", fused), ("unfused", chain)):
+    for name, call in calls.items():
         call()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -216,9 +236,11 @@ def operations() -> dict:
         kind = torch.autograd.DeviceType.CUDA
         names[name] = [event.name for event in profile.events() if event.device_type == kind]
     engine.check()
-    assert len(names["fused"]) == 1, f"{len(names['fused'])} GPU operations: {names['fused'][:5]}"
+    for name, found in names.items():
+        assert len(found) == 1 or name == "unfused", f"{name}: {len(found)} GPU operations: {found[:5]}"
     assert len(names["unfused"]) > 10, names["unfused"]
-    return {"gpu_operations": len(names["fused"]), "unfused_operations": len(names["unfused"])}
+    many = len(names["unfused"])
+    return {"gpu_operations": len(names["fused"]), "unfused_operations": many, "layers": len(names) - 2}
 
 
 def timeout() -> dict:
