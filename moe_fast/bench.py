@@ -270,6 +270,7 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
         "scheduler": scheduler,
         "wall_us": round(line.wall_us, 1),
         "utilisation": round(line.utilisation, 4),
+        "main_loops": round(line.main_loops, 4),
         "share": {name: round(value, 4) for name, value in line.share.items()},
         "starts_us": first,
         "dropped_events": line.dropped,

@@ -16,7 +16,8 @@ from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.simulator import Interval
 
 PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine"}
-ACTORS = ("processor", "storer", "spare", "first", "second")
+ACTORS = ("processor", "storer", "spare", "main-loop-1", "main-loop-2")
+"""By track; the main loops of either warpgroup of a processor, without the epilogue, have tracks of their own."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Timeline:
         tasks: GEMM tasks, all processors together.
         wall_us: from the first event's start to the last one's end.
         utilisation: mean over processors of the share of the wall time spent in main loops and epilogues.
+        main_loops: the same without epilogues.
         share: mean share of the wall time of a processor's consumers per kind of work; "wait" is the rest.
         dropped: events beyond a track's capacity.
     """
@@ -36,6 +38,7 @@ class Timeline:
     tasks: int
     wall_us: float
     utilisation: float
+    main_loops: float
     share: dict[str, float]
     dropped: int
 
@@ -58,12 +61,12 @@ def timeline_of(tracks: torch.Tensor, rank: int, processors: int) -> Timeline:
             for start, end, word in tracks[block, track, 1 : min(count, EVENTS) + 1].tolist():
                 events.append((block, track, start, end, word))
     if not events:
-        return Timeline([], 0, 0.0, 0.0, {}, 0)
+        return Timeline([], 0, 0.0, 0.0, 0.0, {}, 0)
     begin, end = min(e[2] for e in events), max(e[3] for e in events)
     wall = max(end - begin, 1)
     intervals: list[Interval] = []
     spent: dict[str, float] = {}
-    tasks = 0
+    tasks, looping = 0, 0.0
     free: dict[tuple[int, int], float] = {}
     for block, track, start, stop, word in events:
         name = PHASES[word] if word < 0 else enc.KIND_NAMES[enc.task_kind(word)]
@@ -76,7 +79,8 @@ def timeline_of(tracks: torch.Tensor, rank: int, processors: int) -> Timeline:
         if track == 0:
             spent[name] = spent.get(name, 0.0) + length
             tasks += word >= 0
+        looping += length * (track == 3)
     share = {name: value * 1e3 / wall / processors for name, value in spent.items()}
     share["wait"] = 1.0 - sum(share.values())
     busy = share.get("gemm0", 0.0) + share.get("gemm1", 0.0)
-    return Timeline(intervals, tasks, wall / 1e3, busy, share, dropped)
+    return Timeline(intervals, tasks, wall / 1e3, busy, looping * 1e3 / wall / processors, share, dropped)

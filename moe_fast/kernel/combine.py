@@ -1,9 +1,13 @@
 """Combine: y_s = sum over k, in k order, of weight[s, k] * result[s, k] (+ shared expert), in fp32, rounded once.
 
 The results of a token lie in its home rank's buffer, one row per choice, so no atomics decide an order and two runs
-give the same bits. A warp takes a token once the arrival counter of its token tile says that all rows are back. A token
-without a valid route becomes zero. The shared expert's row comes last, with weight 1 or with the sigmoid of its gate,
-which is computed here: it needs nothing but the token.
+give the same bits. A token is combined once its arrival counter says that all its rows are back, by whoever claims it
+first: a spare warp that has no rows to push any more, while products still run, or at the end all consumer warps. A
+token without a valid route becomes zero. The shared expert's row comes last, with weight 1 or with the sigmoid of its
+gate, which is computed here: it needs nothing but the token.
+
+The simulator and the protocol's checker (`moe_ref.runtime`) keep one counter for a tile of tokens and combine the tile
+as one task; the kernel counts per token, for of 32 tokens one always waits for the last expert.
 """
 
 from __future__ import annotations

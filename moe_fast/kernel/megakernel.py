@@ -6,7 +6,8 @@ warps their roles:
     warp 0      loader      TMA: token tiles for the gate, then the operands of each task
     warp 1      dispatcher  the next task word
     warp 2      storer      results to memory and home, completion, counters
-    warp 3      spare       pushes rows; in the first blocks Scheduler and Subscribers (scheduler="spare_warps")
+    warp 3      spare       pushes rows, then combines tokens whose results are back; in the first blocks Scheduler and
+                            Subscribers (scheduler="spare_warps")
     warps 4-11  consumers   gate, send list, first rows, wgmma and epilogue, combine
 
 With scheduler="os_block" the last block has no processor: warp 0 is the Scheduler, warps 1-3 the Subscribers.
@@ -284,8 +285,8 @@ class MegaKernel:
                         dispatch_words(k, a, side, slots, word_full, word_empty, asked, block, processors)
                 elif warp_id == 2:
                     self.store(
-                        a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slots, word_full, word_empty, side,
-                        block, lane,
+                        a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slots, word_full, word_empty, over,
+                        side, block, lane,
                     )  # fmt: skip
                 else:
                     self.spare(a, side, block, processors, over, lane)
@@ -300,7 +301,7 @@ class MegaKernel:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.consume(
                 a, sA, sB, sG, sC, sRest, s.sA.data_ptr(), s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch,
-                ab_full, ab_empty, chunk_full, chunk_empty, sent, slots, over, word_full, word_empty, epoch, side,
+                ab_full, ab_empty, chunk_full, chunk_empty, sent, slots, word_full, word_empty, epoch, side,
                 block, blocks, processors, token_tiles, thread - 128,
             )  # fmt: skip
 
@@ -516,7 +517,7 @@ class MegaKernel:
     def store(
         self, a: Args, aOut: cute.CopyAtom, tOut: cute.Tensor, shared: tuple, sCs: cute.Tensor,
         full: cute.Pointer, empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer, word_full: cute.Pointer,
-        word_empty: cute.Pointer, side: Int32, block: Int32, lane: Int32,
+        word_empty: cute.Pointer, over: cute.Pointer, side: Int32, block: Int32, lane: Int32,
     ):  # fmt: skip
         """The storer warp."""
         k = self.shape
@@ -593,6 +594,8 @@ class MegaKernel:
                     if lane == 0:
                         note(a, block, 1, start, word)
             number += 1
+        if lane == 0:
+            cute.arch.store(over, Int32(1), sem="relaxed", scope="cta", ss="cta")
 
     @cute.jit
     def spare(self, a: Args, side: Int32, block: Int32, processors: Int32, over: cute.Pointer, lane: Int32):
@@ -627,7 +630,7 @@ class MegaKernel:
         rows_memory: cute.Pointer, memory: cute.Pointer,
         sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
         chunk_full: cute.Pointer, chunk_empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer,
-        over: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+        word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
         block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
     ):  # fmt: skip
         """The two consumer warpgroups, 256 threads."""
@@ -635,18 +638,6 @@ class MegaKernel:
         lane = thread % 32
         warp_id = cute.arch.make_warp_uniform(thread // 32)
         group = cute.arch.make_warp_uniform(thread // 128)
-        mma = tiled_mma(dtype)
-        thr = mma.get_slice(group * 128)
-        a_frag = mma.make_fragment_A(thr.partition_A(sA))
-        b_frag = mma.make_fragment_B(thr.partition_B(sB))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
-        copy = ()
-        if cutlass.const_expr(dtype is not Float32):
-            copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-            tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, mma))
-            thr_copy = tiled_copy.get_slice(thread)
-            shape = cute.shape(thr_copy.partition_S(sC))[:3]
-            copy = (tiled_copy, thr_copy.partition_D(sC), cute.make_rmem_tensor(shape, dtype))
         gate_mma = tiled_mma(dtype, k.gate_columns)
         gate_thr = gate_mma.get_slice(group * 128)
         gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
@@ -701,7 +692,20 @@ class MegaKernel:
         push_first(k, a, side, block * 8 + warp_id, blocks * 8, lane)
         self.mark(a, block, 0, start, Phase.PUSH, thread == 0)
 
-        # the products
+        # the products; their addresses are worked out only here, for the gate has no register to spare
+        mma = tiled_mma(dtype)
+        thr = mma.get_slice(group * 128)
+        a_frag = mma.make_fragment_A(thr.partition_A(sA))
+        b_frag = mma.make_fragment_B(thr.partition_B(sB))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
+        copy = ()
+        if cutlass.const_expr(dtype is not Float32):
+            copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+            tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, mma))
+            thr_copy = tiled_copy.get_slice(thread)
+            shape = cute.shape(thr_copy.partition_S(sC))[:3]
+            copy = (tiled_copy, thr_copy.partition_D(sC), cute.make_rmem_tensor(shape, dtype))
+
         number, parity, returns = Int32(0), Int32(0), Int32(0)
         go = Boolean(block < processors)
         while go:
@@ -761,8 +765,6 @@ class MegaKernel:
                         note(a, block, 0, start, word)
             number += 1
 
-        if thread == 0:
-            cute.arch.store(over, Int32(1), sem="relaxed", scope="cta", ss="cta")
         start = self.now()
         if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
             combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)

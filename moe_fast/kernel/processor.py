@@ -1,10 +1,13 @@
 """The roles inside a processor block: loader, dispatcher, storer, and two warpgroups of consumers.
 
 Warpgroup 0 gives registers away and does the talking; warpgroups 1 and 2 compute and never wait for memory beyond this
-block's shared memory while tasks run. One slot carries the current task word from the dispatcher to the ten readers
-(loader, storer, eight consumer warps); a reader hands it back at once, so the next word is fetched while this one runs.
+block's shared memory while tasks run. A ring of slots carries task words from the dispatcher to the ten readers
+(loader, storer, eight consumer warps), each of which hands a slot back as soon as it has read it. The next word is
+fetched when the loader nears the end of a task: early enough for its operands, and no earlier, for a task that waits
+here could run elsewhere.
 
-The storer owns completion: it alone waits until results have arrived where they go, and then releases the counters.
+The storer owns completion: it alone waits until results have arrived where they go, and then releases the counters. For
+rows of other ranks that takes longer than a short task, so the ring lets it fall behind without holding the others up.
 """
 
 from __future__ import annotations

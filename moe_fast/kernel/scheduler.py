@@ -7,8 +7,9 @@
 "spare_warps"  the same warps, living in the spare warps of the first four processor blocks.
 
 With a Scheduler, Subscribers and storers put blocks of row tiles into two ready queues; the Scheduler deals their tasks
-to processors that have taken their last mail, finished hidden tiles first (work-conserving). A mail is a hint: the
-loader acquires the counter its task depends on.
+to processors that ask for one (work-conserving). It deals second products only beyond a backlog of one for each
+processor while there are first ones: with the backlog it bridges the end of the last first products, whose second ones
+are not ready yet. A mail is a hint: the loader acquires the counter its task depends on.
 
 Termination is exact: the plan says how many row tiles there are.
 """
@@ -164,9 +165,9 @@ def next_mail(
 ) -> Int64:
     """Ask for and take mail `number` (from 1); a task whose row tile is padding of a block comes as NONE.
 
-    The Scheduler sends a mail once the one before is acknowledged. It is acknowledged here, when there is room for the
-    next task, not when it was taken: a processor then holds one task in advance, and none is stuck behind a long one
-    while others idle at the end.
+    The Scheduler sends a mail once the one before is acknowledged. It is acknowledged here, when the next task is asked
+    for, towards the end of the one that runs, not when it was taken: so no task is stuck behind a long one while others
+    idle at the end.
     """
     counters = side_counters(a, side)
     write(counters, taken_at(a, processor), number - 1, sem="relaxed", scope="gpu")

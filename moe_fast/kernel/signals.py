@@ -186,7 +186,7 @@ def fetch_add(address, index, value=1):
 # --- failure -------------------------------------------------------------------------------------------------------
 
 
-TRACKS = ("consumer", "storer", "spare", "first", "second")
+TRACKS = ("consumer", "storer", "spare", "main loop 1", "main loop 2")
 EVENTS = 512
 """Events that a track of a block can hold; more are dropped (and counted)."""
 

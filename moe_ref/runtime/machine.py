@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_ref.errors import UsageError
+from moe_ref.layout import ceil_div
 from moe_ref.runtime.tasks import Combine, TileShape
 
 
@@ -32,7 +33,8 @@ class Machine:
         sms: streaming multiprocessors; the megakernel's OS block takes one, the others are processors.
         flops_16: sustained FLOP/s of full 128 x 256 tiles in bf16 or fp16, all SMs together.
         flops_32: the same in fp32 inputs (TF32 tensor cores).
-        memory_bytes_per_s: device memory, read plus write. memory_bytes: its size.
+        memory_bytes_per_s: device memory, read plus write. memory_bytes: its size. sm_bytes_per_s: what one SM can take
+            in from the L2 cache.
         link_bytes_per_s, link_us: NVLink, one direction, payload of peer stores; latency of a put with its signal.
         nic_bytes_per_s, nic_us: the same between nodes, per GPU.
         copy_bytes_per_s: rows that the auxiliary warps copy inside the GPU.
@@ -64,6 +66,7 @@ class Machine:
     memory_bytes_per_s: float
     memory_bytes: float
     link_bytes_per_s: float
+    sm_bytes_per_s: float = 1.0e11
     link_us: float = 2.0
     nic_bytes_per_s: float = 45e9
     nic_us: float = 6.0
@@ -120,20 +123,33 @@ class Machine:
         return self.gate_us + 1e6 * max(flops / self.flops(shape.element_size), moved / self.memory_bytes_per_s)
 
     def gemm_time(
-        self, shape: TileShape, inner: int, row_tiles_of_expert: float, overhead_us: float, flops_share: float = 1.0
+        self,
+        shape: TileShape,
+        inner: int,
+        row_tiles_of_expert: float,
+        overhead_us: float,
+        flops_share: float = 1.0,
+        rows: int | None = None,
+        tasks: int | None = None,
     ) -> float:
         """One T x tile_columns tile with inner length H (GEMM0) or D (GEMM1); us.
 
         Arithmetic at the SM's share of the rate, and the weights' way from memory at the SM's share of the bandwidth;
         the longer one counts, and the exposed share of the other. Row tiles of one expert run at about the same time,
         so its weights are read from memory once and from the L2 cache by the others.
+
+        rows: of the tile that are no padding, by default all; a half of the tile that is all padding is not computed.
+        tasks: of this kind on the rank; those of a wave share the bandwidth, as far as an SM can take it, and waves are
+        taken as equally full.
         """
-        flops = 2 * shape.tile_rows * inner * shape.tile_columns
+        halves = 2 if rows is None or 2 * rows > shape.tile_rows else 1
+        flops = shape.tile_rows * halves * inner * shape.tile_columns
         weights = inner * shape.tile_columns * shape.element_size / row_tiles_of_expert
-        arithmetic = flops / (self.flops(shape.element_size) * flops_share)
-        loading = weights / self.memory_bytes_per_s
+        arithmetic = self.sms * flops / (self.flops(shape.element_size) * flops_share)
+        sharing = self.sms if tasks is None else tasks / ceil_div(tasks, self.sms)
+        loading = weights * max(sharing / self.memory_bytes_per_s, 1 / self.sm_bytes_per_s)
         longer, shorter = max(arithmetic, loading), min(arithmetic, loading)
-        return overhead_us + 1e6 * self.sms * (longer + self.exposed * shorter)
+        return overhead_us + 1e6 * (longer + self.exposed * shorter)
 
     def combine_time(self, task: Combine, shape: TileShape) -> float:
         """Duration of a Combine task: bound by memory; us."""
@@ -200,6 +216,8 @@ _H200 = Machine(
     issue_us=22.3,
     pass_bytes_per_s=1.264e12,
     sync_us=646.0,
+    # 64 bytes a clock at about 1.6 GHz under load.
+    sm_bytes_per_s=1.0e11,
     # Data sheet: TF32 runs at half the bf16 rate.
     flops_32=421.5e12,
     memory_bytes=141e9,

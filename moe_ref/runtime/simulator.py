@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -214,18 +215,21 @@ class Simulator:
         tiles_of_slot: dict[int, int] = {}
         for tile in call.tiles[rank].values():
             tiles_of_slot[tile.slot] = tiles_of_slot.get(tile.slot, 0) + 1
-        times = {
-            slot: (
-                speed * machine.gemm_time(shape, shape.hidden, n, machine.tile_us),
-                speed * machine.gemm_time(shape, shape.intermediate, n, machine.tile_us),
+        count = len(call.tiles[rank])
+
+        @cache
+        def time(inner: int, columns: int, row_tiles: int, half: bool) -> float:
+            rows = shape.tile_rows // 2 if half else shape.tile_rows
+            return speed * machine.gemm_time(
+                shape, inner, row_tiles, machine.tile_us, rows=rows, tasks=count * columns
             )
-            for slot, n in tiles_of_slot.items()
-        }
-        first = {i: times[tile.slot][0] for i, tile in call.tiles[rank].items()}
-        second = {}
+
+        first, second = {}, {}
         for i, tile in call.tiles[rank].items():
+            row_tiles, half = tiles_of_slot[tile.slot], 2 * tile.rows <= shape.tile_rows
             away = sum(s.rows for s in tile.segments if s.source != rank) / tile.rows
-            second[i] = times[tile.slot][1] + speed * machine.remote_us * away
+            first[i] = time(shape.hidden, shape.columns0, row_tiles, half)
+            second[i] = time(shape.intermediate, shape.columns1, row_tiles, half) + speed * machine.remote_us * away
         combine = [
             speed * machine.combine_time(call.combine_task(rank, t), shape) for t in range(call.token_tiles(rank))
         ]

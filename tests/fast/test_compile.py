@@ -58,8 +58,6 @@ VARIANTS = {
     ),
 }  # fmt: skip
 FP32_ROUTER = ("deepseek",)
-SPILLED = {"deepseek": 1}
-"""Words that a variant keeps on the stack: one of the planner's, written and read once a call."""
 
 
 @pytest.mark.slow
@@ -70,8 +68,7 @@ def test_variant_compiles_for_hopper(name, tmp_path):
     shape = KernelShape.from_config(config, ranks, scheduler, fp32_router=name in FP32_ROUTER)
     path = compiler.compile_to_file(shape, tmp_path)
     found = compiler.inspect_file(path)
-    words = SPILLED.get(name, 0)
-    assert found["stack_bytes"] == 8 * words, found
+    assert found["stack_bytes"] == 0, found
     assert found["registers"] == 168, found
     assert found["shared_bytes"] <= 232448, found
     if found["wgmma"] is None:
@@ -79,7 +76,7 @@ def test_variant_compiles_for_hopper(name, tmp_path):
     assert found["wgmma"] >= 8, found
     assert found["tma_loads"] >= 9, found
     assert found["tma_stores"] >= 2, found
-    assert found["spills"] == 2 * words, found
+    assert found["spills"] == 0, found
 
 
 def test_a_compiled_variant_is_found_again(tmp_path, monkeypatch):

@@ -35,6 +35,9 @@ def test_timeline_counts_work_and_leaves_waiting_out():
             (0, 0, 2_000, 6_000, gemm0),
             (0, 0, 7_000, 9_000, gemm1),
             (0, 1, 5_990, 6_500, gemm0),
+            (0, 3, 2_000, 5_500, gemm0),
+            (0, 3, 7_000, 8_000, gemm1),
+            (0, 4, 2_100, 5_600, gemm0),
             (1, 0, 3_000, 7_000, gemm0),
             (1, 0, 10_000, 11_000, -5),
         ],
@@ -45,8 +48,9 @@ def test_timeline_counts_work_and_leaves_waiting_out():
     assert line.utilisation == pytest.approx((4 + 2 + 4) / 20)
     assert line.share["wait"] == pytest.approx(1 - (4 + 2 + 4 + 1 + 1) / 20)
     trace = chrome_trace(line.intervals)
-    assert check_trace(trace) == 6
-    (first,) = [e for e in trace["traceEvents"] if e["name"] == "gemm1"]
+    assert line.main_loops == pytest.approx((3.5 + 1) / 20)
+    assert check_trace(trace) == 9
+    first = next(e for e in trace["traceEvents"] if e["name"] == "gemm1")
     assert (first["args"]["slot"], first["args"]["row_tile"], first["args"]["column_tile"]) == (3, 17, 1)
 
 
