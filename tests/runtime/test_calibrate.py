@@ -43,7 +43,7 @@ def test_the_preset_is_as_near_to_its_records_as_it_says():
     for kind, row in found.items():
         print(f"{kind}: {row['records']} records, mean {row['mean_abs']:.1%}, largest {row['max_abs']:.1%}")
     assert {kind: row["records"] for kind, row in found.items()} == {"products": 27, "chain": 27, "tiles": 5}
-    for kind, mean, largest in (("tiles", 0.03, 0.07), ("products", 0.075, 0.195), ("chain", 0.085, 0.285)):
+    for kind, mean, largest in (("tiles", 0.035, 0.075), ("products", 0.075, 0.195), ("chain", 0.085, 0.285)):
         assert found[kind]["mean_abs"] <= mean, kind
         assert found[kind]["max_abs"] <= largest, kind
 
