@@ -142,7 +142,15 @@ class DistributedWorld(World):
             on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size_from_environment()
             if on_gpu:
                 torch.cuda.set_device(local)
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+            try:
+                dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+            except (RuntimeError, OSError, ValueError) as error:
+                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                raise UsageError(
+                    f"rank {os.environ['RANK']} can't join the {os.environ['WORLD_SIZE']} ranks that meet at {where} "
+                    f"({' '.join(str(error).split())[:160]}); check that all of them were started, that rank 0 is "
+                    "there, and that nothing else uses the port"
+                ) from error
         return cls()
 
     @property

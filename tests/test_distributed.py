@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import numpy as np
 import pytest
 import rank_jobs
@@ -147,3 +149,17 @@ def test_ranks_use_gpus_only_if_there_is_one_for_each(monkeypatch, gpus: int, ba
         with pytest.raises(UsageError, match="not initialised"):
             DistributedWorld.from_environment()
     assert chosen == [backend, backend]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_do_not_meet(rank: str, monkeypatch) -> None:
+    """Rank 0 finds its port taken, rank 1 nobody who answers: both say where they looked, and what to check."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # never listens
+        port = str(taken.getsockname()[1])
+        for name, value in (("WORLD_SIZE", "2"), ("RANK", rank), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            UsageError, match=rf"rank {rank} can't join the 2 ranks that meet at 127.0.0.1:{port} .*port"
+        ):
+            DistributedWorld.from_environment(2.0)

@@ -77,6 +77,8 @@ def to_transformers(layer: MoELayer, target: Any) -> nn.Module:
         UsageError: the layer computes something that this family can't (the message names the fields), or holds only a
             part of the experts; ImportError: transformers is not installed.
     """
+    if not isinstance(layer, MoELayer):
+        raise UsageError(f"layer is a {type(layer).__name__}, expected a MoELayer")
     if len(layer.held_experts) != layer.config.experts:
         raise UsageError(
             f"this process holds {len(layer.held_experts)} of {layer.config.experts} experts; gather them first "
@@ -101,7 +103,7 @@ def to_transformers(layer: MoELayer, target: Any) -> nn.Module:
         raise UsageError(f"a {family.model_type} block can't compute what this layer computes: {shown}")
     block = getattr(module, family.block)(target).to(layer.config.torch_dtype)
     router = getattr(block, family.router)
-    if family.fp32_router:
+    if family.fp32_router and layer.config.torch_dtype.itemsize < 4:
         router.float()
     state = block_state({name: value.detach().clone() for name, value in layer.state_dict().items()}, family)
     if family.model_type == "deepseek_v3" and not layer.config.selection_bias:

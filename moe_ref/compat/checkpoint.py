@@ -22,6 +22,7 @@ from moe_ref.compat.quantised import BLOCKS
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
 from moe_ref.layer import MoELayer
+from moe_ref.limits import regular_file_size
 
 INDEX = "model.safetensors.index.json"
 _EXPERTS = re.compile(r"^(?P<layer>(?:.*\.)?layers\.(?P<index>\d+)\.)(?P<block>mlp|block_sparse_moe)\.experts\.")
@@ -47,7 +48,9 @@ class Checkpoint:
             raise UsageError(f"{path} is not a directory; expected one with config.json and *.safetensors")
         values = _read_json(self.path / "config.json")
         # Models of several modalities keep their language model's config one level down.
-        self.values: dict[str, Any] = values.get("text_config", values) if isinstance(values, dict) else {}
+        self.values: dict[str, Any] = values.get("text_config") or values
+        if not isinstance(self.values, dict):
+            raise UsageError(f"text_config in {self.path / 'config.json'} is {self.values!r}, expected an object")
         self.family: Family = family_of(str(self.values.get("model_type")))
         self._file_of = self._find_tensors()
         self.layers: dict[int, str] = {}
@@ -158,6 +161,7 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 def _opened(file: Path) -> Any:
+    regular_file_size(file, "a safetensors file")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -165,11 +169,10 @@ def _opened(file: Path) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    regular_file_size(path, "a file of a checkpoint directory as Hugging Face writes it")
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UsageError(f"no file {path}; expected a checkpoint directory as Hugging Face writes it") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} holds a {type(value).__name__}, expected an object")

@@ -110,6 +110,19 @@ def config_of(model_type: str, values: Mapping[str, Any], dtype: str = "float32"
                 return value
         raise UsageError(f"the {model_type} config has none of {', '.join(names)}; it can't be the model's config.json")
 
+    def number(name: str, default: float, kind: type = float) -> Any:
+        value = get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+            what = "a number" if kind is float else "an integer"
+            raise UsageError(f"{name} of the {model_type} config is {value!r}, expected {what}")
+        return kind(value)
+
+    def flag(name: str, default: bool) -> bool:
+        value = get(name, default)
+        if not isinstance(value, bool):
+            raise UsageError(f"{name} of the {model_type} config is {value!r}, expected true or false")
+        return value
+
     def legal(name: str, default: Any, *accepted: Any) -> Any:
         value = get(name, default)
         if value not in accepted:
@@ -133,20 +146,20 @@ def config_of(model_type: str, values: Mapping[str, Any], dtype: str = "float32"
             "router_bias": True,
             "top_k_order": "before_scores",
             "renormalize": False,
-            "clamp_limit": float(get("swiglu_limit", 7.0)),
-            "clamp_alpha": float(get("swiglu_alpha", 1.702)),
+            "clamp_limit": number("swiglu_limit", 7.0),
+            "clamp_alpha": number("swiglu_alpha", 1.702),
         }
         return MoEConfig(**fields)
     fields["activation"] = legal("hidden_act", "silu", "silu", "gelu", "relu")
     if model_type == "mixtral":
         fields["renormalize"] = True
     elif model_type in ("qwen2_moe", "qwen3_moe", "olmoe"):
-        fields["renormalize"] = bool(get("norm_topk_prob", False))
+        fields["renormalize"] = flag("norm_topk_prob", False)
     if model_type == "qwen2_moe":
         fields |= {"shared_intermediate": need("shared_expert_intermediate_size"), "shared_gate": True}
     if family.shared == "shared_experts":
-        fields["shared_intermediate"] = intermediate * int(get("n_shared_experts", 0))
-        fields["routed_scaling"] = float(get("routed_scaling_factor", 1.0 if model_type == "deepseek_v2" else 2.5))
+        fields["shared_intermediate"] = intermediate * number("n_shared_experts", 0, int)
+        fields["routed_scaling"] = number("routed_scaling_factor", 1.0 if model_type == "deepseek_v2" else 2.5)
     if model_type == "deepseek_v2":
         legal("scoring_func", "softmax", "softmax")
         fields["renormalize"] = False  # the library never reads the flag
@@ -158,9 +171,9 @@ def config_of(model_type: str, values: Mapping[str, Any], dtype: str = "float32"
         fields |= {
             "scoring": "sigmoid",
             "selection_bias": True,
-            "renormalize": bool(get("norm_topk_prob", True)),
-            "num_groups": int(get("n_group", 8)),
-            "top_groups": int(get("topk_group", 4)),
+            "renormalize": flag("norm_topk_prob", True),
+            "num_groups": number("n_group", 8, int),
+            "top_groups": number("topk_group", 4, int),
             "group_score": "top2_sum",
         }
     return MoEConfig(**fields)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.compat.families import Family
-from moe_ref.compat.quantised import BLOCKS, dequantised
+from moe_ref.compat.quantised import BLOCKS, SCALE_INV, SCALES, dequantised
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
 
@@ -42,7 +42,8 @@ def logical_state(tensors: Mapping[str, Tensor], family: Family, config: MoEConf
         UsageError: a tensor is missing or has another shape than the config says; the message names it.
     """
     experts, hidden, width = config.experts, config.hidden, config.intermediate
-    read = _reader(tensors)
+    used: set[str] = set()
+    read = _reader(tensors, used)
     state = {"router.weight": read(f"{family.router}.weight")}
     if config.router_bias:
         state["router.bias"] = read(f"{family.router}.bias")
@@ -60,11 +61,20 @@ def logical_state(tensors: Mapping[str, Tensor], family: Family, config: MoEConf
     elif family.unpacked is not None:
         gate, up, down = family.unpacked
 
-        def stacked(name: str) -> Tensor:
-            return torch.stack([read(f"experts.{expert}.{name}.weight") for expert in range(experts)])
+        def stacked(name: str, shape: tuple[int, int]) -> Tensor:
+            values = []
+            for expert in range(experts):
+                key = f"experts.{expert}.{name}.weight"
+                values.append(read(key))
+                if tuple(values[-1].shape) != shape:
+                    raise UsageError(
+                        f"the block's {key} has shape {list(values[-1].shape)}, but the {family.model_type} config "
+                        f"says {list(shape)}; config and weights are of different models"
+                    )
+            return torch.stack(values)
 
-        state["gate_up_proj"] = torch.cat([stacked(gate), stacked(up)], dim=1)
-        state["down_proj"] = stacked(down)
+        state["gate_up_proj"] = torch.cat([stacked(gate, (width, hidden)), stacked(up, (width, hidden))], dim=1)
+        state["down_proj"] = stacked(down, (hidden, width))
     else:
         raise UsageError(f"the {family.model_type} block has no experts.gate_up_proj; found {sorted(tensors)[:8]}")
 
@@ -79,6 +89,11 @@ def logical_state(tensors: Mapping[str, Tensor], family: Family, config: MoEConf
         "router.weight": (experts, hidden),
         "gate_up_proj": (experts, 2 * width, hidden),
         "down_proj": (experts, hidden, width),
+        "router.bias": (experts,),
+        "router.selection_bias": (experts,),
+        "gate_up_proj_bias": (experts, 2 * width),
+        "down_proj_bias": (experts, hidden),
+        "shared_expert.gate": (1, hidden),
         "shared_expert.up_proj": (2 * config.shared_intermediate, hidden),
         "shared_expert.down_proj": (hidden, config.shared_intermediate),
     }
@@ -88,6 +103,18 @@ def logical_state(tensors: Mapping[str, Tensor], family: Family, config: MoEConf
                 f"the block's tensors make a {name} of shape {list(state[name].shape)}, but the {family.model_type} "
                 f"config says {list(shape)}; config and weights are of different models"
             )
+        if name in state and (not state[name].is_floating_point() or state[name].element_size() == 1):
+            raise UsageError(
+                f"the block's {name} is stored as {state[name].dtype} without factors that are known here; expected "
+                "floating-point numbers of 16 bits or more, or one of the forms of moe_ref.compat.quantised"
+            )
+    # What is left would take part in what the block computes: biases, adapters, experts beyond the config's.
+    left = sorted(set(tensors) - used)
+    if left:
+        raise UsageError(
+            f"the {family.model_type} block has tensors that are not the family's, or more experts than the config's "
+            f"{experts}: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+        )
     return state
 
 
@@ -121,10 +148,12 @@ def block_state(state: Mapping[str, Tensor], family: Family) -> dict[str, Tensor
     return result
 
 
-def _reader(tensors: Mapping[str, Tensor]) -> Read:
-    """Read a tensor by name, put together from its quantised parts where it is stored so."""
+def _reader(tensors: Mapping[str, Tensor], used: set[str]) -> Read:
+    """Read a tensor by name, put together from its quantised parts where it is stored so; adds to `used` what it read
+    from."""
 
     def read(name: str) -> Tensor:
+        used.update((name, f"{name}{BLOCKS}", f"{name}{SCALES}", f"{name}{SCALE_INV}"))
         value = dequantised(tensors, name)
         if value is not None:
             return value

@@ -55,6 +55,10 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def from_fp8(value: Tensor, scale: Tensor) -> Tensor:
     """float8 [O, I] and fp32 [ceil(O / 128), ceil(I / 128)] -> bf16 [O, I]."""
+    if value.dim() != 2 or scale.dim() != 2:
+        raise UsageError(
+            f"8-bit weights {list(value.shape)} have factors {list(scale.shape)}, expected two dimensions each"
+        )
     rows, columns = value.shape
     full = scale.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     if full.shape != value.shape:

@@ -64,6 +64,11 @@ def run_checkpoint(
             device=device,
         ).requires_grad_(False)
         gain = checkpoint.norm_weight(index)
+        if gain is not None and gain.shape != (layer.config.hidden,):
+            raise UsageError(
+                f"the norm before layer {index} has shape {list(gain.shape)}, expected [{layer.config.hidden}]; "
+                "config and weights are of different models"
+            )
         given = [(x if gain is None else x * gain.float()).to(device, layer.config.torch_dtype) for x in x_SH]
         with torch.no_grad():
             y_SH, stats = layer(given, return_stats=True)
@@ -86,6 +91,12 @@ def _embedded(checkpoint: Checkpoint, job: HfJob, world: World) -> list[Tensor]:
     table_VH = checkpoint.tensor("embed_tokens.weight")
     if table_VH is None:
         raise UsageError(f"{checkpoint.path} has no tensor embed_tokens.weight to make input from")
+    hidden = checkpoint.config(next(iter(checkpoint.layers)), job.dtype).hidden
+    if table_VH.dim() != 2 or table_VH.shape[1] != hidden or not table_VH.shape[0] or not table_VH.is_floating_point():
+        raise UsageError(
+            f"embed_tokens.weight of {checkpoint.path} has shape {list(table_VH.shape)} ({table_VH.dtype}), expected "
+            f"numbers [vocabulary, {hidden}]; config and weights are of different models"
+        )
     data = load_text(job.text, world.num_ranks * job.tokens).data
     ids_N = torch.tensor(list(data), dtype=torch.int64) % table_VH.shape[0]
     rows_NH = torch.nn.functional.rms_norm(table_VH[ids_N].float(), (table_VH.shape[1],))

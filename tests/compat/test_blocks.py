@@ -180,3 +180,20 @@ def test_without_transformers(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.models.mixtral.modeling_mixtral", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[hf\]'"):
         to_transformers(layer, "mixtral")
+
+
+def test_a_block_with_parameters_of_its_own_is_refused() -> None:
+    """An adapter, say: leaving it out would give another output without a word."""
+    block = make_block("qwen3_moe")
+    block.experts.register_parameter("lora_A", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(UsageError, match=r"has tensors that are not the family's.*experts\.lora_A"):
+        from_transformers(block)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_a_router_of_64_bits_stays_one(name: str) -> None:
+    layer = from_transformers(make_block(name).double())
+    with torch.no_grad():
+        layer.router.weight += 1e-12
+    back = to_transformers(layer, make_config(name))
+    assert torch.equal(back.gate.weight, layer.router.weight)

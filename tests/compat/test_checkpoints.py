@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -167,7 +169,9 @@ def test_bad_directories(tmp_path: Path) -> None:
     save_file(
         {**tensors, "model.layers.0.block_sparse_moe.gate.weight": torch.zeros(1, 3)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(UsageError, match=r"gate_up_proj of shape \[1, 4, 2\], but the mixtral config says \[1, 4, 3\]"):
+    with pytest.raises(
+        UsageError, match=r"experts\.0\.w1\.weight has shape \[2, 2\], but the mixtral config says \[2, 3\]"
+    ):
         load_layer(tmp_path, 0)
     with pytest.raises(UsageError, match=r"layer 7 has no experts; MoE layers of .*: \[0\]"):
         load_layer(tmp_path, 7)
@@ -206,3 +210,72 @@ def test_command_errors(tmp_path: Path, capsys) -> None:
     assert run_command("run", "--hf", str(tmp_path / "none")) == 2
     assert run_command("run", "--hf", str(saved("olmoe", tmp_path)), "--experts", "4") == 2
     assert "--experts has no meaning with --hf" in " ".join(capsys.readouterr().err.split())
+
+
+def write_small(folder: Path, values: dict | None = None, tensors: dict | None = None) -> Path:
+    """A qwen3_moe checkpoint with one layer of 5 experts, and with these values and tensors changed (None: removed)."""
+    generator = torch.Generator().manual_seed(0)
+    block = "model.layers.0.mlp."
+    shapes = {"model.embed_tokens.weight": (256, 8), "model.layers.0.post_attention_layernorm.weight": (8,),
+              f"{block}gate.weight": (5, 8)}  # fmt: skip
+    for expert in range(5):
+        shapes |= {f"{block}experts.{expert}.{name}.weight": shape for name, shape in
+                   (("gate_proj", (6, 8)), ("up_proj", (6, 8)), ("down_proj", (8, 6)))}  # fmt: skip
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} | (tensors or {})
+    config = {"model_type": "qwen3_moe", "hidden_size": 8, "moe_intermediate_size": 6, "num_experts": 5,
+              "num_experts_per_tok": 2, **(values or {})}  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
+    return folder
+
+
+def run_small(folder: Path) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--hf", str(folder), "--tokens", "9", "--ranks", "3", "--json"])
+    return int(stop.value.code or 0)
+
+
+def test_what_the_config_says_and_what_the_tensors_are(tmp_path: Path, capsys) -> None:
+    """Every one is refused in words: none of them is a number that is computed with all the same."""
+    experts = "model.layers.0.mlp.experts."
+    assert run_small(write_small(tmp_path)) == 0
+    zeros = torch.zeros
+    cases: list[tuple[dict, dict, str]] = [
+        ({}, {f"{experts}0.up_proj.bias": zeros(6)}, "tensors that are not the family's.*experts.0.up_proj.bias"),
+        ({}, {f"{experts}5.up_proj.weight": zeros(6, 8)}, "or more experts than the config's 5: experts.5.up_proj"),
+        ({}, {f"{experts}3.up_proj.weight": zeros(3, 8)}, r"3.up_proj.weight has shape \[3, 8\].*says \[6, 8\]"),
+        ({}, {f"{experts}3.up_proj.weight": zeros(())}, r"3.up_proj.weight has shape \[\].*says \[6, 8\]"),
+        ({}, {"model.layers.0.mlp.gate.weight": zeros(5, 8, dtype=torch.int64)}, "router.weight is stored as torch"),
+        ({}, {f"{experts}{e}.{n}_proj.weight": zeros(*s).to(torch.float8_e4m3fn) for e in range(5)
+              for n, s in (("gate", (6, 8)), ("up", (6, 8)), ("down", (8, 6)))}, "float8_e4m3fn without factors"),
+        ({}, {f"{experts}0.up_proj.weight": zeros(6, 8).to(torch.float8_e4m3fn),
+              f"{experts}0.up_proj.weight_scale_inv": torch.ones(1)}, "have factors .1., expected two dimensions"),
+        ({}, {"model.embed_tokens.weight": zeros(256, 9)}, r"embed_tokens.weight .* has shape \[256, 9\]"),
+        ({}, {"model.embed_tokens.weight": zeros(256)}, r"embed_tokens.weight .* has shape \[256\]"),
+        ({}, {"model.embed_tokens.weight": zeros(0, 8)}, r"embed_tokens.weight .* has shape \[0, 8\]"),
+        ({}, {"model.layers.0.post_attention_layernorm.weight": zeros(3)}, r"norm before layer 0 has shape \[3\]"),
+        ({"norm_topk_prob": "yes"}, {}, "norm_topk_prob of the qwen3_moe config is 'yes', expected true or false"),
+        ({"text_config": [1]}, {}, r"text_config in .*config.json is \[1\], expected an object"),
+    ]  # fmt: skip
+    for values, tensors, message in cases:
+        assert run_small(write_small(tmp_path, values, tensors)) == 2, message
+        assert re.search(message, " ".join(capsys.readouterr().err.split())), message
+    for name, value in (("n_group", "a"), ("routed_scaling_factor", [1]), ("n_shared_experts", True)):
+        with pytest.raises(UsageError, match=f"{name} of the deepseek_v3 config is .*, expected a"):
+            config_of("deepseek_v3", {"hidden_size": 8, "moe_intermediate_size": 6, "n_routed_experts": 8,
+                                      "num_experts_per_tok": 2, name: value})  # fmt: skip
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        path = write_small(tmp_path) / name
+        path.unlink()
+        os.mkfifo(path)  # opening it would wait for ever
+        with pytest.raises(UsageError, match="is no regular file"):
+            Checkpoint(tmp_path)
+        path.unlink()
+    write_small(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=r"config\.json can't be read as JSON"):
+        Checkpoint(tmp_path)
