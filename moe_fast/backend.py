@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_fast import unfused
 from moe_fast.engine import Engine, router_parts
-from moe_fast.heap import local_heap, symmetric_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported
+from moe_fast.heap import all_mapped, local_heap, symmetric_heap
+from moe_fast.kernel.shapes import KernelShape, heap_regions, proven, unsupported
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
@@ -33,35 +34,60 @@ if TYPE_CHECKING:
 DEFAULT_SCHEDULER = "spare_warps"
 
 _engines: dict[tuple, Engine] = {}
+_mapped: dict[int, bool] = {}
+"""Per process group: whether every rank's memory is mapped in every other."""
 
 
-def engine_for(layer: MoELayer, scheduler: str | None = None) -> Engine:
+def engine_for(layer: MoELayer, scheduler: str | None = None, transport: str | None = None) -> Engine:
     """The engine of a layer, made on first use (collective); layers of one shape share it and its buffers.
+
+    Args:
+        scheduler: one of `shapes.SCHEDULERS`; None for MOE_REF_SCHEDULER, by default "spare_warps".
+        transport: "stores" into mapped peers, "put_signal" through NVSHMEM, or "auto": stores where every peer is
+            mapped. None for MOE_REF_TRANSPORT, by default "auto".
 
     Raises:
         UsageError: the layer asks for what the kernel can't do, ranks disagree, or the buffers don't fit.
     """
     _, ranks, group = unfused.group_of(layer)
-    unfused.check_layer(layer, "fused", unsupported(layer.config, ranks))
+    unfused.check_layer("fused", unsupported(layer.config, ranks))
+    device = layer.router.weight.device
+    if device.type != "cuda":
+        raise UsageError(f"the layer is on {device}; backend='fused' needs it on a CUDA device: layer.cuda()")
+    transport = transport or os.environ.get("MOE_REF_TRANSPORT", "auto")
     shape = KernelShape.from_config(
         layer.config,
         ranks,
         scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER),
         fp32_router=_fp32_router(layer),
+        placement=layer.placement,
+        transport="stores" if transport == "auto" else transport,
     )
-    device = layer.router.weight.device
-    if device.type != "cuda":
-        raise UsageError(f"the layer is on {device}; backend='fused' needs it on a CUDA device: layer.cuda()")
+    if transport == "auto" and proven("put_signal"):
+        size = heap_regions(replace(shape, transport="put_signal"), layer.config.max_tokens)[1]
+        shape = replace(shape, transport=choose_transport(device, ranks, group, size))
     key = (shape, layer.config.max_tokens, device, id(group))
     if key not in _engines:
         layer.world.agree("the fused kernel", f"{shape.name}, max_tokens={layer.config.max_tokens}")
         size = heap_regions(shape, layer.config.max_tokens)[1]
-        heap = symmetric_heap(size, device, group) if ranks > 1 else local_heap(size, device)
+        heap = symmetric_heap(size, device, group, not shape.put) if ranks > 1 else local_heap(size, device)
         engine = Engine(shape, heap, layer.config.max_tokens, deadline_s())
         # nobody's first wait may begin while another rank still compiles
         heap.barrier()
         _engines[key] = engine
     return _engines[key]
+
+
+def choose_transport(device: torch.device, ranks: int, group: Any, size: int) -> str:
+    """Direct stores where every rank reaches every other's memory, else put-with-signal; asked once a group.
+
+    size: bytes of symmetric memory that the first layer will want.
+    """
+    if ranks == 1:
+        return "stores"
+    if id(group) not in _mapped:
+        _mapped[id(group)] = all_mapped(device, group, size)
+    return "stores" if _mapped[id(group)] else "put_signal"
 
 
 def deadline_s() -> float:
@@ -163,19 +189,22 @@ class FusedBackend:
             _check_shapes(routing[0], layer, x)
             ids = routing[0].expert_SK.contiguous()
             weight = routing[0].weight_SK
+        plan = None
+        if unfused.is_placed(layer) and not in_kernel(layer):
+            ids, weight, plan = plan_first(layer, x, ids, weight)
         # those of the fields of ChainWeights, in their order
         parameters = tuple(vars(unfused.layer_weights(layer)).values())
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *parameters)):
-            y = _FusedFunction.apply(engine, layer, ids, x, weight, *parameters)
+            y = _FusedFunction.apply(engine, layer, plan, ids, x, weight, *parameters)
         else:
-            y = _launch(engine, layer, x, ids, weight)
+            y = _launch(engine, layer, x, ids, weight, plan)
         record = FusedRecord(y_SH=[y])
         call = engine.calls
 
         def fill(target: Record) -> None:
             if engine.calls != call:
                 raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
-            _fill(target, engine, layer, x.shape[0], buffers=keep)
+            _fill(target, engine, layer, x.shape[0], plan, buffers=keep)
 
         record.__dict__["_pending"] = fill
         if keep:
@@ -203,9 +232,36 @@ def _check_shapes(routing: Routing, layer: MoELayer, x: Tensor) -> None:
         raise TypeError(f"routing.weight_SK is {routing.weight_SK.dtype}, expected torch.float32")
 
 
-def _launch(engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None) -> Tensor:
+def in_kernel(layer: MoELayer) -> bool:
+    """Whether the kernel's own solver makes the plan: the exact flow, for all ranks as one group."""
+    return layer.planner is None and layer.schedule_method in ("flow", "flow_compiled")
+
+
+def plan_first(layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor, Plan]:
+    """Gate, counts and plan before the launch, for a planner that the kernel doesn't have; waits for the device.
+
+    Returns ids and weights, which the launch is handed (so that counts and choices are the same), and the plan.
+    """
+    config = layer.config
+    if ids is None or weight is None:
+        ids, weight = unfused.gate(x, unfused.layer_weights(layer), config)
+    inside_N = ids.flatten()
+    counts_E = torch.bincount(inside_N[(inside_N >= 0) & (inside_N < config.experts)], minlength=config.experts)
+    capacity = config.capacity(x.shape[0])
+    if capacity is not None:
+        counts_E = counts_E.clamp_max(capacity)
+    plan = layer.make_plan(layer.world.gather(counts_E.cpu().numpy().astype(np.int64)[None]))
+    return ids, weight, plan
+
+
+def _launch(
+    engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None, plan: Plan | None
+) -> Tensor:
     bias = layer.router.selection_bias
     weights = unfused.layer_weights(layer)
+    quota = None
+    if plan is not None:
+        quota = torch.from_numpy(plan.quota_PED.astype(np.int32)).to(x.device)
     return engine.launch(
         x,
         _router(layer),
@@ -220,30 +276,32 @@ def _launch(engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weig
         shared_gate_1H=weights.shared_gate_1H,
         expert_SK=ids,
         weight_SK=None if weight is None else weight.contiguous(),
+        placement=layer.placement if engine.shape.placed else None,
+        quota_PED=quota,
     )
 
 
-def _fill(record: Record, engine: Engine, layer: MoELayer, tokens: int, buffers: bool) -> None:
+def _fill(record: Record, engine: Engine, layer: MoELayer, tokens: int, plan: Plan | None, buffers: bool) -> None:
     """Copy what the call left behind into the record."""
     engine.check()
     seen, config = engine.buffers(tokens), layer.config
     counts_PE = seen.counts_PE.cpu().numpy().astype(np.int64)
-    plan = Plan.plain(counts_PE, layer.placement)
-    expert_SK = seen.expert_SK.long()
+    if plan is None:
+        # a pure function of the counts: what the kernel's solver found
+        plan = layer.make_plan(counts_PE)
+    expert_SK = seen.expert_SK
     record.routing = [Routing(expert_SK, seen.weight_SK.clone())]
-    record.before_PE = record.counts_PE = counts_PE
+    record.before_PE = seen.before_PE.cpu().numpy().astype(np.int64)
+    record.counts_PE = counts_PE
     record.tokens_P = seen.tokens_P.cpu().numpy().astype(np.int64)
     record.plan = plan
     if buffers:
-        rank = engine.heap.rank
-        low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
-        rows, first = [], 0
-        for count in counts_PE[:, low:high].sum(axis=0).tolist():
-            rows.append(torch.arange(first, first + count, device=expert_SK.device))
-            first += -(-count // 128) * 128
-        at = torch.cat(rows)
-        record.rows_NH = [seen.rows_RH[at]]
-        record.hidden_ND = [seen.hidden_RD[at]]
+        stretches = engine.stretches(plan.quota_by_slot()[:, engine.heap.rank])
+        spread = [torch.arange(n, device=expert_SK.device) for _, _, n in stretches]
+        rows = torch.cat([first + n for (first, _, _), n in zip(stretches, spread, strict=True)])
+        hidden = torch.cat([first + n for (_, first, _), n in zip(stretches, spread, strict=True)])
+        record.rows_NH = [seen.rows_RH[rows]]
+        record.hidden_ND = [seen.hidden_RD[hidden]]
         returned = seen.returned_NH.clone()
         # masked routes have no returned row; zero is what the reference keeps there
         returned[expert_SK.flatten() < 0] = 0
@@ -258,21 +316,24 @@ class _FusedFunction(torch.autograd.Function):
         ctx: Any,
         engine: Engine,
         layer: MoELayer,
+        plan: Plan | None,
         ids: Tensor | None,
         x: Tensor,
         weight: Tensor | None,
         *parameters: Tensor | None,
     ) -> Tensor:
-        y = _launch(engine, layer, x, ids, weight)
+        y = _launch(engine, layer, x, ids, weight, plan)
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
-        chosen = engine.expert_ids(x.shape[0]) if ids is None else ids
-        ctx.layer, ctx.given = layer, ids is not None
-        ctx.save_for_backward(chosen, x, weight, *parameters)
+        chosen = kept = ids
+        if chosen is None or kept is None or engine.shape.drops:
+            chosen, kept = engine.expert_ids(x.shape[0])
+        ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
+        ctx.save_for_backward(chosen, kept, x, weight, *parameters)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        chosen, *saved = ctx.saved_tensors
+        chosen, kept, *saved = ctx.saved_tensors
         layer, config = ctx.layer, ctx.layer.config
         _, ranks, group = unfused.group_of(layer)
         # the selection bias is a buffer that chooses and never weighs: it has no gradient
@@ -284,8 +345,10 @@ class _FusedFunction(torch.autograd.Function):
                 used = weight
             else:
                 used = unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
-            routes = unfused.make_routes(chosen, config, group, ranks)
+            # the forward's plan: the one that was handed in, or the same function of the same counts
+            planner = (lambda counts_PE: ctx.plan or layer.make_plan(counts_PE)) if ctx.placed else None
+            routes = unfused.make_routes(kept, config, group, ranks, planner)
             y = unfused.compute(x, used, routes, weights, config, group, ranks)
         inputs = [t for t in needed if t is not None]
         result = iter(torch.autograd.grad(y, inputs, grads[0], allow_unused=True))
-        return None, None, None, *(None if t is None else next(result) for t in needed)
+        return None, None, None, None, *(None if t is None else next(result) for t in needed)

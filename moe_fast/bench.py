@@ -352,6 +352,15 @@ def _command() -> str:
     return f"{start} -m moe_fast.bench {shlex.join(arguments)}"
 
 
+def _layers(text: str) -> list[str]:
+    """Names of layers, checked."""
+    chosen = [name for name in text.split(",") if name]
+    unknown = sorted(set(chosen) - set(LAYERS))
+    if unknown:
+        raise UsageError(f"unknown layers {unknown}; known: {', '.join(LAYERS)}")
+    return chosen
+
+
 @app.command("run")
 def run_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
@@ -363,10 +372,7 @@ def run_command(
     as_json: bool = typer.Option(False, "--json", help="Print the results as one JSON object."),
 ) -> None:
     """Time every contestant."""
-    chosen = [name for name in layers.split(",") if name]
-    unknown = sorted(set(chosen) - set(LAYERS))
-    if unknown:
-        raise UsageError(f"unknown layers {unknown}; known: {', '.join(LAYERS)}")
+    chosen = _layers(layers)
     _join()
     rows = run_bench(chosen, [int(t) for t in tokens.split(",")] if tokens else None, repetitions, scheduler, chains)
     title = f"The megakernel's times on {place()[1]} GPU{'s' * (place()[1] > 1)}"
@@ -400,6 +406,66 @@ def trace_command(
         description = "Shares of a call's wall time per kind of work, from in-kernel timestamps; rank 0."
         found = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
         write_results(out, found)
+
+
+@app.command("balance")
+def balance_command(
+    layers: str = typer.Option("paper-e8,paper-e32", help="Layers, separated by commas."),
+    tokens: int = typer.Option(8192, help="S."),
+    skews: str = typer.Option("0,0.5,1,1.2", help="Zipf exponents of the routing, uniform first."),
+    replicas: int = typer.Option(2, help="Replicas of every expert."),
+    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Replicas, balanced inside the kernel, against plain placement, at uniform and at skewed routing."""
+    from moe_fast import variants
+
+    _join()
+    if not 1 <= replicas <= place()[1]:
+        raise UsageError(f"--replicas is {replicas}, expected 1 to {place()[1]}: one a rank")
+    chosen = _layers(layers)
+    numbers = [float(s) for s in skews.split(",")]
+    rows = [variants.run_layer(name, tokens, numbers, replicas, scheduler, repetitions) for name in chosen]
+    title = f"Balanced inside the kernel: replicas against plain placement on {place()[1]} GPUs"
+    description = (
+        "ms of one forward, routing handed in with the given Zipf exponent; all contestants interleaved in one run. "
+        "solver_us: what the kernel's solver takes, from its own timestamps."
+    )
+    results = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
+    if place()[0] == 0:
+        if out is not None:
+            write_results(out, results)
+        print(json.dumps(results))
+        print(variants.render(results), file=sys.stderr)
+
+
+@app.command("transports")
+def transports_command(
+    layers: str = typer.Option("paper-e8,qwen3", help="Layers, separated by commas."),
+    tokens: int = typer.Option(8192, help="S."),
+    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Put-with-signal against direct stores, and the fixed layout against the compact one."""
+    from moe_fast import variants
+
+    _join()
+    if place()[1] < 2:
+        raise UsageError("several ranks are needed: torchrun --nproc-per-node 2 -m moe_fast.bench transports")
+    chosen = _layers(layers)
+    rows = [variants.run_transports(name, tokens, scheduler, repetitions) for name in chosen]
+    title = f"Transports and layouts side by side on {place()[1]} GPUs"
+    description = (
+        "ms of one forward, routing handed in, uniform; all contestants interleaved in one run, with the same bits. "
+        "The fixed layout with capacity factor 2."
+    )
+    results = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
+    if place()[0] == 0:
+        if out is not None:
+            write_results(out, results)
+        print(json.dumps(results))
 
 
 @app.command("table")

@@ -11,23 +11,28 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_fast import compiler
 from moe_fast.heap import Heap
 from moe_fast.kernel.shapes import (
+    TILE_ROWS,
     KernelShape,
     PlanWord,
     Region,
     Status,
     buffer_rows,
     counter_words,
+    dropped,
     heap_regions,
+    placement_tables,
     workspace_regions,
 )
 from moe_ref.errors import UsageError
-from moe_ref.layout import ceil_div
+from moe_ref.layout import ceil_div, fixed_row
+from moe_ref.placement import Placement
 
 TRACKS, EVENTS = 5, 512
 """Tracks of a block and events of a track in traced variants: those of `signals.TRACKS` and `signals.EVENTS`."""
@@ -108,7 +113,11 @@ class Call:
 
 @dataclass
 class Buffers:
-    """What the last call left in memory, for comparison; all in the order of the compact layout."""
+    """What the last call left in memory, for comparison.
+
+    rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
+    returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity.
+    """
 
     expert_SK: Tensor
     weight_SK: Tensor
@@ -118,6 +127,8 @@ class Buffers:
     hidden_RD: Tensor
     returned_NH: Tensor
     row_tiles: int
+    before_PE: Tensor
+    chosen_SK: Tensor
     shared_SH: Tensor | None = None
 
 
@@ -159,7 +170,10 @@ class Engine:
         self.rows = buffer_rows(shape, max_tokens)
         self.counter_words = counter_words(shape, max_tokens, self.blocks)
         self.calls = 0
+        self._tables: dict[Placement, Tensor] = {}
         self.function = compiler.load(shape)
+        if shape.put and heap.ranks > 1:
+            heap.link(self.function)
         self._call = Call(self.function, self._fixed_arguments())
 
     def address(self, name: str) -> int:
@@ -170,7 +184,7 @@ class Engine:
         at = {f"{name}_at": region.offset for name, region in self.in_heap.items()}
         names = (
             "expert weight index send histogram row_shift list_start plan tile_slot tile_rows arrived_target "
-            "back_target counters control hidden shared_hidden shared_rows"
+            "back_target counters control hidden shared_hidden shared_rows quota_end list_shift tile_at where"
         )
         at |= {name: self.address(name) for name in names.split()}
         return at | {
@@ -184,6 +198,7 @@ class Engine:
             "rank": self.heap.rank,
             "counter_words": self.counter_words,
             "token_tiles": ceil_div(max(self.max_tokens, 1), 32),
+            "slot_capacity": self.shape.slot_capacity(self.max_tokens),
         }
 
     def launch(
@@ -202,16 +217,20 @@ class Engine:
         shared_gate_1H: Tensor | None = None,
         expert_SK: Tensor | None = None,
         weight_SK: Tensor | None = None,
+        placement: Placement | None = None,
+        quota_PED: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Enqueue one forward on the current stream; one kernel, nothing else. Returns y [S, H].
 
         All tensors are contiguous and of the shape's dtype, but selection_bias fp32, and a router of fp32 (that of a
         float32 layer, too) as `router_parts` makes it. Biases and the shared expert's weights (of width W) are for
-        shapes that have them. expert_SK int64 and weight_SK fp32 hand the routing in.
+        shapes that have them. expert_SK int64 and weight_SK fp32 hand the routing in. placement: which slot holds what,
+        for shapes with replicas; its first launch copies its tables to the device. quota_PED: int32 on the device, the
+        same on every rank: a plan instead of the kernel's own; it must stay as it is until the call has ended.
 
         Raises:
-            UsageError: S over max_tokens.
+            UsageError: S over max_tokens, or a placement or plan that isn't of the shape's sizes.
             MegakernelError: an earlier call failed.
         """
         self.raise_if_failed()
@@ -220,6 +239,10 @@ class Engine:
             raise UsageError(f"S is {tokens} tokens, but the buffers were sized for max_tokens={self.max_tokens}")
         y_SH = torch.empty_like(x_SH) if out is None else out
         spare = self.workspace.data_ptr()
+        if self.shape.placed or placement is not None or quota_PED is not None:
+            replicas = self._replica_arguments(placement, quota_PED)
+        else:
+            replicas = {}
 
         def address(value: Tensor | None) -> int:
             return spare if value is None else value.data_ptr()
@@ -240,13 +263,54 @@ class Engine:
             tokens=tokens,
             given=int(expert_SK is not None),
             router=router_EH.data_ptr(),
-            first=first_XUH.data_ptr(),
-            second=second_XHD.data_ptr(),
-            slots=first_XUH.shape[0],
+            # a rank without experts describes memory that nothing will read
+            first=first_XUH.data_ptr() or spare,
+            second=second_XHD.data_ptr() or spare,
+            slots=max(first_XUH.shape[0], 1),
             stream=torch.cuda.current_stream(self.heap.device).cuda_stream,
+            **replicas,
+            **({"capacity": self.shape.capacity(tokens)} if self.shape.drops else {}),
         )
         self.calls += 1
         return y_SH
+
+    def tables(self, placement: Placement) -> Tensor:
+        """The kernel's tables of a placement on the device, int32: rank [E, D], then what each slot holds, [P, X]."""
+        shape = self.shape
+        if placement not in self._tables:
+            sizes = (placement.num_experts, placement.num_ranks)
+            if sizes != (shape.experts, shape.ranks):
+                raise UsageError(
+                    f"the placement is for {sizes[0]} experts on {sizes[1]} ranks, the kernel for {shape.experts} on "
+                    f"{shape.ranks}"
+                )
+            if placement.max_replicas > shape.replicas or placement.slots > shape.slots:
+                raise UsageError(
+                    f"the placement has up to {placement.max_replicas} replicas and {placement.slots} slots, the "
+                    f"kernel was compiled for {shape.replicas} and {shape.slots}"
+                )
+            # kept for good: a captured graph may read them, and they are small
+            flat = placement_tables(placement, shape.replicas, shape.slots)
+            self._tables[placement] = torch.from_numpy(flat).to(self.heap.device)
+        return self._tables[placement]
+
+    def _replica_arguments(self, placement: Placement | None, quota_PED: Tensor | None) -> dict[str, int]:
+        """Arguments of a launch that only shapes with replicas have."""
+        shape = self.shape
+        if not shape.placed:
+            raise UsageError("this kernel was compiled for experts in blocks; a placement or a plan needs another one")
+        if placement is None:
+            raise UsageError("a kernel with replicas needs the placement: which rank and slot holds which expert")
+        at: dict[str, int] = {"placement": self.tables(placement).data_ptr()}
+        at |= {"planned": int(quota_PED is not None), "quota": 0}
+        if quota_PED is not None:
+            want = (shape.ranks, shape.experts, shape.replicas)
+            if tuple(quota_PED.shape) != want or quota_PED.dtype != torch.int32 or not quota_PED.is_contiguous():
+                raise UsageError(
+                    f"quota_PED is {quota_PED.dtype} {list(quota_PED.shape)}, expected contiguous int32 {list(want)}"
+                )
+            at["quota"] = quota_PED.data_ptr()
+        return at
 
     # --- failures -----------------------------------------------------------------------------------------------
 
@@ -276,6 +340,7 @@ class Engine:
                     Status.OVERFLOW,
                     "more rows for one rank than the buffers hold (an expert twice in a token's choices)",
                 ),
+                (Status.BAD_PLAN, "the plan's quotas don't add up to the counts of this batch"),
             )
             if status & bit
         ]
@@ -313,8 +378,7 @@ class Engine:
         self.heap.barrier()
         dtype = getattr(torch, self.shape.dtype)
         for memory, region in (
-            (self.heap.memory, self.in_heap["rows"]),
-            (self.heap.memory, self.in_heap["returned"]),
+            *((self.heap.memory, self.in_heap[n]) for n in ("rows", "returned", "outbox", "results")),
             *((self.workspace, self.in_workspace[name]) for name in ("hidden", "shared_hidden", "shared_rows")),
         ):
             memory[region.offset : region.offset + region.size].view(dtype).fill_(float("nan"))
@@ -322,6 +386,7 @@ class Engine:
             (self.heap.memory, self.in_heap["home"]),
             *((self.workspace, self.in_workspace[n]) for n in ("expert", "index", "send", "histogram", "tile_slot")),
             *((self.workspace, self.in_workspace[n]) for n in ("tile_rows", "row_shift", "list_start")),
+            *((self.workspace, self.in_workspace[n]) for n in ("quota_end", "list_shift", "tile_at", "where")),
         ):
             memory[region.offset : region.offset + region.size].fill_(0x7F)
         weight = self.in_workspace["weight"]
@@ -338,11 +403,32 @@ class Engine:
         """Calls that have ended; waits for the device."""
         return int(self.view(self.workspace, self.in_workspace["control"], torch.int32)[0])
 
-    def expert_ids(self, tokens: int) -> Tensor:
-        """What the last call's gate chose, int64 [S, K]; enqueued on the current stream, waits for nothing."""
+    def expert_ids(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """(what the last call's gate chose, the same without what the capacity dropped), int64 [S, K], -1 for none.
+
+        Enqueued on the current stream, waits for nothing.
+        """
         region = self.in_workspace["expert"]
         flat = self.view(self.workspace, region, torch.int32)[: tokens * self.shape.top_k]
-        return flat.view(tokens, self.shape.top_k).long()
+        ids_SK = flat.view(tokens, self.shape.top_k).long()
+        if not self.shape.drops:
+            return ids_SK, ids_SK
+        return torch.where(ids_SK < -1, dropped(ids_SK), ids_SK), ids_SK.clamp_min(-1)
+
+    def stretches(self, quota_PX: np.ndarray) -> list[tuple[int, int, int]]:
+        """(first row of the dispatch buffer, first hidden row, rows) of every stretch, in the order of the row tiles.
+
+        quota_PX: rows of each source for each slot of this rank. Waits for the device (to know the side).
+        """
+        out, hidden = [], 0
+        side, capacity = (self.epoch - 1) & 1, self.shape.slot_capacity(self.max_tokens)
+        for slot in range(quota_PX.shape[1]):
+            parts = quota_PX[:, slot].tolist() if self.shape.fixed else [int(quota_PX[:, slot].sum())]
+            for source, rows in enumerate(parts):
+                place = fixed_row(source, 0, side, slot, 0, self.shape.slots, capacity) if self.shape.fixed else hidden
+                out.append((place, hidden, rows))
+                hidden += ceil_div(rows, TILE_ROWS) * TILE_ROWS
+        return out
 
     @property
     def sent_rows(self) -> int:
@@ -350,6 +436,14 @@ class Engine:
         from moe_fast.kernel.signals import SENT_ROWS
 
         return int(self.view(self.workspace, self.in_workspace["control"], torch.int32)[SENT_ROWS])
+
+    @property
+    def put_rows(self) -> tuple[int, int]:
+        """(rows, results) that this rank's kernel sent by put-with-signal, over all calls; waits for the device."""
+        from moe_fast.kernel.signals import PUT_RESULTS, PUT_ROWS
+
+        control = self.view(self.workspace, self.in_workspace["control"], torch.int32).tolist()
+        return control[PUT_ROWS], control[PUT_RESULTS]
 
     def buffers(self, tokens: int) -> Buffers:
         """Views of what the last call of S = `tokens` left behind; waits for the device."""
@@ -363,16 +457,29 @@ class Engine:
             return flat.view(2, -1)[side]
 
         gathered = half("counts", torch.int32).view(shape.ranks, shape.counts_stride)
+        before = gathered[:, shape.experts + 2 :][:, : shape.experts] if shape.drops else gathered[:, : shape.experts]
+        if shape.fixed:
+            flat = self.view(self.heap.memory, heap["rows"], dtype)
+            rows = flat.view(-1, shape.row_pitch // shape.element_size)[:, : shape.hidden]
+            where = self.view(self.workspace, ws["where"], torch.int32)[:routes].long()
+            expert = self.view(self.workspace, ws["expert"], torch.int32)[:routes]
+            returned = rows[torch.where(expert >= 0, where + side * self.rows, 0)]
+        else:
+            rows = half("rows", dtype).view(self.rows, -1)[:, : shape.hidden]
+            returned = half("returned", dtype).view(-1, shape.hidden)[:routes]
         plan = self.view(self.workspace, ws["plan"], torch.int32)
+        chosen_SK, expert_SK = self.expert_ids(tokens)
         return Buffers(
-            self.view(self.workspace, ws["expert"], torch.int32)[:routes].view(tokens, shape.top_k),
+            expert_SK,
             self.view(self.workspace, ws["weight"], torch.float32)[:routes].view(tokens, shape.top_k),
             gathered[:, : shape.experts],
             gathered[:, shape.experts + 1],
-            half("rows", dtype).view(self.rows, shape.hidden),
-            self.view(self.workspace, ws["hidden"], dtype).view(self.rows, shape.intermediate),
-            half("returned", dtype).view(-1, shape.hidden)[:routes],
+            rows,
+            self.view(self.workspace, ws["hidden"], dtype).view(-1, shape.intermediate),
+            returned,
             int(plan[PlanWord.ROW_TILES]),
+            before,
+            chosen_SK,
             self.view(self.workspace, ws["shared_rows"], dtype).view(-1, shape.hidden)[:tokens]
             if shape.shared_intermediate
             else None,

@@ -24,6 +24,8 @@ from moe_ref.errors import BackendUnavailable, UsageError
 MINIMUM_NVSHMEM = (3, 6)
 """Host library that this package's device bindings were tested with, at least."""
 DEFAULT_HEAP_BYTES = 4 << 30
+SPARE_HEAP_BYTES = 256 << 20
+"""What NVSHMEM's heap has beyond the first layer's need."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class Heap:
     ranks: int = 1
     group: Any = None
     keep: list[Any] = field(default_factory=list)
+    linked: list[Any] = field(default_factory=list)
 
     @property
     def base(self) -> int:
@@ -62,6 +65,14 @@ class Heap:
         if self.ranks > 1:
             dist.barrier(self.group)
 
+    def link(self, function: Any) -> None:
+        """Give a kernel that calls NVSHMEM the state of this process' NVSHMEM; before its first launch."""
+        import nvshmem.core as nvshmem
+
+        library = nvshmem.NvshmemKernelObject.from_handle(int(function.library))
+        nvshmem.library_init(library)
+        self.linked.append(library)
+
     def close(self) -> None:
         """Give the memory back; collective."""
         if self.ranks > 1:
@@ -69,6 +80,9 @@ class Heap:
 
             torch.cuda.synchronize(self.device)
             self.barrier()
+            for library in self.linked:
+                nvshmem.library_finalize(library)
+            self.linked.clear()
             # the views of the peers' heaps go first, the allocation last
             *views, own = self.keep
             for view in views:
@@ -101,8 +115,9 @@ def start(device: torch.device, group: Any = None, heap_bytes: int = DEFAULT_HEA
             raise UsageError(f"NVSHMEM was started for {_started['device']}, this layer is on {device}")
         return
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap_bytes))
-    # one host, direct stores: no remote transport; multicast is not used
-    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    # one host needs no remote transport; multicast is not used
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     try:
         import numpy as np
@@ -140,13 +155,37 @@ def check_version(found: Any) -> None:
         )
 
 
-def symmetric_heap(size: int, device: torch.device, group: Any = None) -> Heap:
-    """Heap of this rank in NVSHMEM's symmetric memory, every peer's mapped; collective.
+def all_mapped(device: torch.device, group: Any = None, size: int = 0) -> bool:
+    """Whether every rank can reach every other rank's memory directly; collective.
+
+    size: bytes that the first heap will want: NVSHMEM may start here.
+    """
+    start(device, group, max(DEFAULT_HEAP_BYTES, size + SPARE_HEAP_BYTES))
+    import nvshmem.core as nvshmem
+
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    probe, views, good = nvshmem.tensor((16,), dtype=torch.uint8), [], True
+    try:
+        views = [nvshmem.get_peer_tensor(probe, peer) for peer in range(ranks) if peer != rank]
+    except Exception:  # what nvshmem4py raises for a peer that isn't mapped has no class of its own
+        good = False
+    box: list[Any] = [None] * ranks
+    dist.all_gather_object(box, good, group=group)
+    for view in [*views, probe]:
+        nvshmem.free_tensor(view)
+    return all(box)
+
+
+def symmetric_heap(size: int, device: torch.device, group: Any = None, mapped: bool = True) -> Heap:
+    """Heap of this rank in NVSHMEM's symmetric memory; collective.
+
+    mapped: with every peer's memory mapped, for direct stores; otherwise only this rank's own address is known, and
+    nothing but puts can reach a peer.
 
     Raises:
         UsageError: it doesn't fit into NVSHMEM's heap, or a peer's memory isn't directly reachable.
     """
-    start(device, group, max(DEFAULT_HEAP_BYTES, size + (256 << 20)))
+    start(device, group, max(DEFAULT_HEAP_BYTES, size + SPARE_HEAP_BYTES))
     import nvshmem.core as nvshmem
 
     if size > _started["size"]:
@@ -159,15 +198,15 @@ def symmetric_heap(size: int, device: torch.device, group: Any = None) -> Heap:
     memory.zero_()
     addresses, views = [], []
     for peer in range(ranks):
-        if peer == rank:
-            addresses.append(memory.data_ptr())
+        if peer == rank or not mapped:
+            addresses.append(memory.data_ptr() if peer == rank else 0)
             continue
         try:
             view = nvshmem.get_peer_tensor(memory, peer)
         except Exception as error:
             raise UsageError(
-                f"rank {rank} can't reach the memory of rank {peer} directly ({error}); the fused backend runs on GPUs "
-                "of one host that are linked by NVLink or PCIe peer access"
+                f"rank {rank} can't reach the memory of rank {peer} directly ({error}); the fused backend stores "
+                'directly into peers linked by NVLink or PCIe peer access; transport="put_signal" needs no mapping'
             ) from error
         views.append(view)
         addresses.append(view.data_ptr())

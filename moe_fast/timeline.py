@@ -15,7 +15,7 @@ from moe_fast.engine import EVENTS, TRACKS, Engine
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.simulator import Interval
 
-PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine"}
+PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine", -6: "solve"}
 ACTORS = ("processor", "storer", "spare", "main-loop-1", "main-loop-2")
 """By track; the main loops of either warpgroup of a processor, without the epilogue, have tracks of their own."""
 

@@ -26,9 +26,11 @@ from torch import Tensor
 
 from moe_ref.balance.plan import Plan
 from moe_ref.config import MoEConfig
+from moe_ref.dispatch import send_order
 from moe_ref.errors import UsageError
 from moe_ref.gate import Routing, group_mask
 from moe_ref.pipeline import Record
+from moe_ref.placement import Placement
 from moe_ref.world import DistributedWorld
 
 if TYPE_CHECKING:
@@ -173,7 +175,8 @@ class Routes:
     """Where rows go, for one batch: integers only.
 
     order_N: routes sorted by expert (masked ones left out); send, receive: rows per peer (host lists); arrange_N:
-    received rows into expert-major order; ends_X: int32 ends of the local experts; counts_PE: on the host.
+    received rows into expert-major order; ends_X: int32 ends of the local experts; counts_PE: on the host; plan: where
+    experts have replicas.
     """
 
     order_N: Tensor
@@ -182,6 +185,7 @@ class Routes:
     arrange_N: Tensor | None
     ends_X: Tensor
     counts_PE: np.ndarray
+    plan: Plan | None = None
 
 
 def local_experts(config: MoEConfig, rank: int, ranks: int) -> tuple[int, int]:
@@ -190,8 +194,17 @@ def local_experts(config: MoEConfig, rank: int, ranks: int) -> tuple[int, int]:
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
-def make_routes(expert_SK: Tensor, config: MoEConfig, group: Any = None, ranks: int = 1) -> Routes:
-    """Sort routes by expert and agree on the splits; asks the host once (three times with several ranks)."""
+def make_routes(
+    expert_SK: Tensor,
+    config: MoEConfig,
+    group: Any = None,
+    ranks: int = 1,
+    planner: Callable[[np.ndarray], Plan] | None = None,
+) -> Routes:
+    """Sort routes by expert and agree on the splits; asks the host once (three times with several ranks).
+
+    planner: from the gathered counts to a plan, where experts have replicas; None for experts in blocks.
+    """
     flat_N = expert_SK.flatten()
     valid = int((flat_N >= 0).sum())
     keyed = torch.where(flat_N >= 0, flat_N, config.experts)
@@ -204,6 +217,8 @@ def make_routes(expert_SK: Tensor, config: MoEConfig, group: Any = None, ranks: 
     all_PE = mine_E.new_empty(ranks, config.experts)
     dist.all_gather_into_tensor(all_PE, mine_E, group=group)
     counts_PE = all_PE.cpu().numpy()
+    if planner is not None:
+        return _planned_routes(expert_SK, planner(counts_PE.astype(np.int64)), rank)
     bounds = [local_experts(config, p, ranks) for p in range(ranks)]
     low, high = bounds[rank]
     send = [int(counts_PE[rank, a:b].sum()) for a, b in bounds]
@@ -218,6 +233,23 @@ def make_routes(expert_SK: Tensor, config: MoEConfig, group: Any = None, ranks: 
     arrange_N = torch.sort(expert_N, stable=True).indices
     ends_X = here_PX.sum(0).cumsum(0).to(torch.int32)
     return Routes(order_N, send, receive, arrange_N, ends_X, counts_PE)
+
+
+def _planned_routes(expert_SK: Tensor, plan: Plan, rank: int) -> Routes:
+    """Routes of a rank under a plan: rows travel by destination, slot and token, and lie by slot, then source."""
+    device, held = expert_SK.device, len(plan.placement.experts_of_rank[rank])
+    quota_PGX = plan.quota_by_slot()
+    here_PX = quota_PGX[:, rank, :held]
+    slot_N = np.repeat(np.tile(np.arange(held), len(here_PX)), here_PX.ravel())
+    return Routes(
+        torch.from_numpy(send_order(expert_SK, plan, rank)).to(device),
+        quota_PGX[rank].sum(axis=1).tolist(),
+        here_PX.sum(axis=1).tolist(),
+        torch.from_numpy(np.argsort(slot_N, kind="stable")).to(device),
+        torch.from_numpy(here_PX.sum(axis=0).cumsum().astype(np.int32)).to(device),
+        plan.counts_PE,
+        plan,
+    )
 
 
 class _Exchange(torch.autograd.Function):
@@ -341,13 +373,13 @@ def layer_weights(layer: MoELayer) -> ChainWeights:
     )
 
 
-def check_layer(layer: MoELayer, name: str, problems: Sequence[str]) -> None:
-    """Raise UsageError, naming everything about the layer that a backend can't do."""
-    problems = list(problems)
-    from moe_ref.placement import Placement
+def is_placed(layer: MoELayer) -> bool:
+    """Whether a plan decides where rows go: any placement other than experts in blocks, one replica each."""
+    return layer.placement != Placement.contiguous(layer.config.experts, layer.world.num_ranks)
 
-    if layer.placement != Placement.contiguous(layer.config.experts, layer.world.num_ranks):
-        problems.append("a placement other than experts in blocks, one replica each")
+
+def check_layer(name: str, problems: Sequence[str]) -> None:
+    """Raise UsageError, naming everything about the layer that a backend can't do."""
     if problems:
         raise UsageError(f'backend="{name}" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="ref".')
 
@@ -373,7 +405,7 @@ class UnfusedBackend:
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
     ) -> Record:
         """See `moe_ref.backends.Backend`; hidden activations are not kept."""
-        check_layer(layer, self.name, unsupported(layer.config))
+        check_layer(self.name, unsupported(layer.config))
         _, ranks, group = group_of(layer)
         config, x = layer.config, x_SH[0]
         weights = layer_weights(layer)
@@ -381,7 +413,7 @@ class UnfusedBackend:
             expert_SK, weight_SK = gate(x, weights, config)
         else:
             expert_SK, weight_SK = routing[0].expert_SK, routing[0].weight_SK
-        routes = make_routes(expert_SK, config, group, ranks)
+        routes = make_routes(expert_SK, config, group, ranks, layer.make_plan if is_placed(layer) else None)
         kept: dict[str, Tensor] | None = {} if keep else None
         y_SH = compute(x, weight_SK, routes, weights, config, group, ranks, kept)
         record = Record(
@@ -389,7 +421,7 @@ class UnfusedBackend:
             before_PE=routes.counts_PE,
             counts_PE=routes.counts_PE,
             tokens_P=layer.world.gather(np.array([[x.shape[0]]]))[:, 0],
-            plan=Plan.plain(routes.counts_PE, layer.placement),
+            plan=routes.plan or Plan.plain(routes.counts_PE, layer.placement),
             y_SH=[y_SH],
         )
         if kept is not None:

@@ -4,6 +4,8 @@ shapes      compile-time choices and the sizes that follow from them
 signals     waits with a deadline, the abort flag, the error record
 gate        logits, scores, top-k, and the place of every route inside its token tile
 plan        counts exchange, exact offsets, the send list
+solver      rows of an expert to its replicas, by one warp: the exact plan of `moe_ref.balance`
+replicas    the planner's tables where experts have replicas
 dispatch    rows to their owners
 scheduler   which task comes next: an ordered list, or the Scheduler with its mailboxes
 subscriber  arrivals become ready tasks

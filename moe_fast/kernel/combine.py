@@ -24,6 +24,7 @@ from moe_fast.kernel.signals import (
     Role,
     Wait,
     aborted,
+    back_word,
     combined_word,
     gmem,
     note,
@@ -52,6 +53,7 @@ def combine_vector(
     token: Int32,
     weight: cute.Tensor,
     valid: cute.Tensor,
+    where: cute.Tensor,
     shared_weight: Float32,
     inside: Int64,
     count: cutlass.Constexpr,
@@ -65,7 +67,10 @@ def combine_vector(
     parts = [[cute.make_rmem_tensor(vector, dtype) for _ in range(k.top_k)] for _ in range(count)]
     for v in cutlass.range_constexpr(count):
         for j in cutlass.range_constexpr(k.top_k):
-            row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside + v * STEP_BYTES
+            if cutlass.const_expr(k.fixed):
+                row = first + Int64(where[j]) * k.row_pitch + inside + v * STEP_BYTES
+            else:
+                row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside + v * STEP_BYTES
             cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[v][j])
     shared = [cute.make_rmem_tensor(vector, dtype) for _ in range(count if k.shared_intermediate else 0)]
     for v in cutlass.range_constexpr(len(shared)):
@@ -111,7 +116,10 @@ def combine_token(
 ):
     """One warp sums the K results of one token."""
     row_bytes = k.hidden * k.element_size
-    first = a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * row_bytes
+    if cutlass.const_expr(k.fixed):
+        first = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
+    else:
+        first = a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * row_bytes
     expert = Int32(-1)
     scale = Float32(0.0)
     if lane < k.top_k:
@@ -119,6 +127,15 @@ def combine_token(
         scale = read(a.weight, return_row(token, lane, k.top_k), Float32)
     weight = cute.make_rmem_tensor(k.top_k, Float32)
     valid = cute.make_rmem_tensor(k.top_k, Int32)
+    where = cute.make_rmem_tensor(k.top_k, Int32)
+    if cutlass.const_expr(k.fixed):
+        place = Int32(0)
+        if lane < k.top_k:
+            # a masked route has no place; what is read in its stead isn't used
+            if expert >= 0:
+                place = read(a.where, return_row(token, lane, k.top_k))
+        for j in cutlass.range_constexpr(k.top_k):
+            where[j] = cute.arch.shuffle_sync(place, j)
     for j in cutlass.range_constexpr(k.top_k):
         weight[j] = cute.arch.shuffle_sync(scale, j)
         valid[j] = cute.arch.shuffle_sync(expert, j)
@@ -129,25 +146,37 @@ def combine_token(
     width = max(1, IN_FLIGHT // (k.top_k + (1 if k.shared_intermediate else 0)))
     for v in cutlass.range(steps // width, unroll=1):
         combine_vector(
-            k, dtype, a, first, token, weight, valid, shared_weight, Int64(v * (width * STEP_BYTES) + lane * 16), width
+            k,
+            dtype,
+            a,
+            first,
+            token,
+            weight,
+            valid,
+            where,
+            shared_weight,
+            Int64(v * (width * STEP_BYTES) + lane * 16),
+            width,
         )
     if cutlass.const_expr(steps % width > 0):
         inside = steps // width * width * STEP_BYTES
         combine_vector(
-            k, dtype, a, first, token, weight, valid, shared_weight, Int64(inside + lane * 16), steps % width
+            k, dtype, a, first, token, weight, valid, where, shared_weight, Int64(inside + lane * 16), steps % width
         )
     if cutlass.const_expr(row_bytes % STEP_BYTES > 0):
         tail = steps * STEP_BYTES + lane * 16
         if tail < row_bytes:
-            combine_vector(k, dtype, a, first, token, weight, valid, shared_weight, Int64(tail), 1)
+            combine_vector(k, dtype, a, first, token, weight, valid, where, shared_weight, Int64(tail), 1)
 
 
 @cute.jit
-def claim(a: Args, side: Int32, token_tile: Int32, bits: Int32, lane: Int32) -> Int32:
+def claim(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, token_tile: Int32, bits: Int32, lane: Int32
+) -> Int32:
     """Whole warp: those of the tokens (bits of a tile) that no warp has taken yet; from now on they are this warp's."""
     old = Int32(0)
     if lane == 0:
-        place = word(side_counters(a, side), combined_word(a, token_tile))
+        place = word(side_counters(a, side), combined_word(k, a, token_tile))
         old = cute.arch.atomic_or(place, bits, sem="relaxed", scope="gpu")
     return bits & ~cute.arch.shuffle_sync(old, 0)
 
@@ -168,7 +197,7 @@ def combine_early(
 
     over: word of shared memory that is nonzero when this block has no more products.
     """
-    counters = a.heap + a.back_at + Int64(side * a.max_tokens) * 4
+    counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     go = Boolean(first * TOKEN_TILE < a.tokens)
     tile = first
@@ -177,8 +206,8 @@ def combine_early(
         back = Boolean(False)
         if token < a.tokens:
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
-            back = reached(read(counters, token, sem="acquire", scope=scope), read(targets, token))
-        taken = read(side_counters(a, side), combined_word(a, tile), sem="relaxed", scope="gpu")
+            back = reached(read(counters, token * k.signal_words, sem="acquire", scope=scope), read(targets, token))
+        taken = read(side_counters(a, side), combined_word(k, a, tile), sem="relaxed", scope="gpu")
         bits = cute.arch.vote_ballot_sync(back) & ~taken
         if bits != 0:
             start = Int64(0)
@@ -186,7 +215,7 @@ def combine_early(
                 start = Int64(cute.arch.globaltimer())
             # two at a time: what one warp has claimed, the consumers can't help with when the products are over
             others = bits & (bits - 1)
-            bits = claim(a, side, tile, bits ^ (others & (others - 1)), lane)
+            bits = claim(k, a, side, tile, bits ^ (others & (others - 1)), lane)
             while bits != 0:
                 inside = Int32(cute.arch.popc((bits & (0 - bits)) - 1))
                 combine_token(k, dtype, a, side, tile * TOKEN_TILE + inside, lane)
@@ -213,7 +242,7 @@ def combine(
     lane: Int32,
 ):
     """Warp number `warp` of `warps` combines its share of the tokens that nobody has combined yet."""
-    counters = a.heap + a.back_at + Int64(side * a.max_tokens) * 4
+    counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     turn = warp
     go = Boolean(True)
@@ -221,13 +250,15 @@ def combine(
         first = turn * TOKENS_PER_TURN
         shift = first % TOKEN_TILE
         count = min(Int32(TOKENS_PER_TURN), a.tokens - first)
-        bits = claim(a, side, first // TOKEN_TILE, ((1 << count) - 1) << shift, lane) >> shift
+        bits = claim(k, a, side, first // TOKEN_TILE, ((1 << count) - 1) << shift, lane) >> shift
         bits = bits & ((1 << TOKENS_PER_TURN) - 1)
         if bits != 0:
             # lane l waits for token l % 4 of the turn
             token = min(first + lane % TOKENS_PER_TURN, a.tokens - 1)
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
-            go = wait_reached(counters, token, read(targets, token), a, Role.COMBINE, Wait.BACK, token, scope)
+            go = wait_reached(
+                counters, token * k.signal_words, read(targets, token), a, Role.COMBINE, Wait.BACK, token, scope
+            )
             go = cute.arch.vote_all_sync(go)
         if go:
             for i in range(TOKENS_PER_TURN):

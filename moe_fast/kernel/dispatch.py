@@ -32,6 +32,7 @@ from moe_fast.kernel.signals import (
     Wait,
     aborted,
     add,
+    arrived_word,
     fetch_add,
     gmem,
     peer,
@@ -40,6 +41,7 @@ from moe_fast.kernel.signals import (
     wait_reached,
     write,
 )
+from moe_fast.kernel.transport import add_signal, put_rows
 from moe_ref.layout import ceil_div
 
 VECTOR_BYTES = 16
@@ -96,14 +98,18 @@ def push_unit(
     begin = read(a.list_start, starts + destination) + number * rows
     end = read(a.list_start, starts + destination + 1)
     if begin < end:
-        base = peer(a, destination)
+        # what is put goes to the outbox first, rows for this rank to their place
+        base = a.heap if k.put else peer(a, destination)
         row_bytes = k.hidden * k.element_size
         # Lane r knows row r. A lane beyond the last row repeats the last one: the same bytes to the same place.
         place = min(begin + lane % rows, end - 1)
         entry = read(a.send, place, Int64)
         route, row = Int32(entry & 0xFFFFFFFF), Int32(entry >> 32)
         source = a.x + Int64(route // k.top_k) * row_bytes
-        target = base + a.rows_at + (Int64(side) * a.rows + row) * row_bytes
+        target = base + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch
+        if cutlass.const_expr(k.put):
+            if destination != a.rank:
+                target = a.heap + a.outbox_at + Int64(place) * k.row_pitch
         inside = Int64(lane * VECTOR_BYTES)
         for r in cutlass.range_constexpr(0, rows, 2):
             if begin + r < end:
@@ -120,15 +126,24 @@ def push_unit(
             if lane == 0 and destination != a.rank:
                 add(a.control, SENT_ROWS, min(end - begin, Int32(rows)), "gpu")
         if mine:
-            write(base + a.home_at, side * a.rows + row, (a.rank << HOME_BITS) | route)
+            if cutlass.const_expr(k.put):
+                write(target + row_bytes, 0, (a.rank << HOME_BITS) | route)
+            else:
+                write(base + a.home_at, side * a.rows + row, (a.rank << HOME_BITS) | route)
         cute.arch.sync_warp()
         if destination == a.rank:
             cute.arch.fence_acq_rel_gpu()
         else:
             cute.arch.fence_acq_rel_sys()
         cute.arch.sync_warp()
-        if mine:
-            add(base + a.arrived_at, side * (a.rows // TILE_ROWS) + row // TILE_ROWS, 1, "sys")
+        if cutlass.const_expr(k.put):
+            if destination == a.rank:
+                if mine:
+                    add_signal(a.heap + a.arrived_at + Int64(arrived_word(k, a, side, row // TILE_ROWS)) * 4, 1)
+            else:
+                put_rows(k, a, side, destination, begin, min(end - begin, Int32(rows)), row, lane)
+        elif mine:
+            add(base + a.arrived_at, arrived_word(k, a, side, row // TILE_ROWS), 1, "sys")
     cute.arch.sync_warp()
 
 

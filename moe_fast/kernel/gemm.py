@@ -34,7 +34,7 @@ from moe_fast.kernel.shapes import (
     TILE_ROWS,
     KernelShape,
 )
-from moe_fast.kernel.signals import Args, gmem
+from moe_fast.kernel.signals import Args, gmem, result_at
 
 LOWEST = 1 << 24
 """Device addresses are above this, offsets inside a row below."""
@@ -446,14 +446,22 @@ def store_chunks(
 
 @cute.jit
 def home_address(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, home: Int32, used: Boolean, peers: cute.Pointer
-) -> Int64:
-    """First byte of the row that `home` names, or 0 unless it is used. peers: the heaps' addresses (shared memory)."""
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, home: Int32, used: Boolean, peers: cute.Pointer,
+    staged_row: Int32, buffer_row: Int32,
+) -> Int64:  # fmt: skip
+    """First byte of the row that `home` names, or 0 unless it is used. peers: the heaps' addresses (shared memory).
+
+    With put-with-signal a result for another rank is staged: in row `staged_row` of the results. In the fixed layout a
+    result goes to round 1 of the coordinates that its row, `buffer_row`, has in round 0, with this rank as the source.
+    """
     address = Int64(0)
     if used:
         rank, route = home >> HOME_BITS, home & ((1 << HOME_BITS) - 1)
-        row = Int64(side) * (a.max_tokens * k.top_k) + route
-        address = cute.arch.load(peers + rank, Int64) + a.returned_at + row * (k.hidden * k.element_size)
+        base = a.heap if k.put else cute.arch.load(peers + rank, Int64)
+        address = base + result_at(k, a, side, rank, route, buffer_row)
+        if cutlass.const_expr(k.put):
+            if rank != a.rank:
+                address = a.heap + a.results_at + Int64(staged_row) * (k.hidden * k.element_size)
     return address
 
 

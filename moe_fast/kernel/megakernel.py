@@ -75,9 +75,12 @@ from moe_fast.kernel.signals import (
     Wait,
     aborted,
     add,
+    arrived_word,
+    buffer_tile,
     done_word,
     fetch_add,
     gmem,
+    home_of,
     note,
     read,
     shared_done,
@@ -86,6 +89,7 @@ from moe_fast.kernel.signals import (
     write,
 )
 from moe_fast.kernel.subscriber import subscribe
+from moe_fast.kernel.transport import put_results
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import GEMM0, STOP, side_of, task_slot
 
@@ -115,8 +119,12 @@ class MegaKernel:
         mX = cute.make_tensor(gmem(a.x, dtype, 16), cute.make_layout((tokens, H), stride=(H, 1)))
         HR = H * k.router_parts
         mRouter = cute.make_tensor(gmem(w.router, dtype, 16), cute.make_layout((k.experts, HR), stride=(HR, 1)))
-        mRows = cute.make_tensor(gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * 2, H), stride=(H, 1)))
-        mHidden = cute.make_tensor(gmem(w.hidden, dtype, 128), cute.make_layout((a.rows, D), stride=(D, 1)))
+        pitch = k.row_pitch // k.element_size
+        mRows = cute.make_tensor(
+            gmem(a.heap + a.rows_at, dtype, 128), cute.make_layout((a.rows * k.row_factor, H), stride=(pitch, 1))
+        )
+        hidden_rows = a.rows * k.ranks if k.fixed else a.rows
+        mHidden = cute.make_tensor(gmem(w.hidden, dtype, 128), cute.make_layout((hidden_rows, D), stride=(D, 1)))
         if cutlass.const_expr(k.interleaved):
             # gate and up rows in turn: two matrices whose rows are 2 H apart
             first_layout = cute.make_layout((D, H, 2, slots), stride=(2 * H, 1, H, U * H))
@@ -424,7 +432,7 @@ class MegaKernel:
                     k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter
                 )
         counters = side_counters(a, side)
-        arrived = a.heap + a.arrived_at + Int64(side * (a.rows // TILE_ROWS)) * 4
+        arrived = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4
         targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
         number = Int32(0)
         go = Boolean(True)
@@ -478,12 +486,14 @@ class MegaKernel:
                             )  # fmt: skip
                 if routed:
                     if kind == GEMM0:
+                        tile = buffer_tile(k, a, row_tile)
                         wait_reached(
-                            arrived, row_tile, read(targets, row_tile), a, Role.LOADER, Wait.ARRIVED, row_tile, "sys"
-                        )
+                            arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, row_tile,
+                            "sys",
+                        )  # fmt: skip
                         cute.arch.fence_proxy("async")
                         gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
-                        tile = side * (a.rows // TILE_ROWS) + row_tile
+                        tile = side * (a.rows // TILE_ROWS) + tile
                         if filled_rows(word) > TILE_ROWS // 2:
                             count = load_product(
                                 k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
@@ -588,7 +598,10 @@ class MegaKernel:
                     parity += chunks // 2
                 else:
                     cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
-                    count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
+                    if cutlass.const_expr(k.put):
+                        put_results(k, a, side, row_tile, filled_rows(word), routed, lane)
+                    else:
+                        count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
                     returns += 1
                 if cutlass.const_expr(k.trace):
                     if lane == 0:
@@ -622,7 +635,12 @@ class MegaKernel:
                 first = block
                 if cutlass.const_expr(k.scheduler == "spare_warps"):
                     first = block - 4
-                combine_early(k, self.dtype, a, side, first, processors - (block - first), over, block, lane)
+                usable = Boolean(True)
+                if cutlass.const_expr(k.fixed):
+                    # without a plan nobody has written where results come back
+                    usable = read(a.plan, PlanWord.USABLE) != 0
+                if usable:
+                    combine_early(k, self.dtype, a, side, first, processors - (block - first), over, block, lane)
 
     @cute.jit
     def consume(
@@ -725,11 +743,12 @@ class MegaKernel:
                 # the wait for the first operands is not work
                 cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
                 start = self.now()
-                home = Int32(0)
+                home, place = Int32(0), Int32(0)
                 if kind != GEMM0 and routed:
                     # Asked for now, when the rows and their homes have arrived for sure, and first looked at after the
                     # product: a thread that used it here would hold its product up for the time of a load.
-                    home = read(a.heap + a.home_at, side * a.rows + row_tile * TILE_ROWS + warp_id * 16 + lane % 16)
+                    place = buffer_tile(k, a, row_tile) * TILE_ROWS + warp_id * 16 + lane % 16
+                    home = home_of(k, a, side, place)
                 if group == 0 or filled > TILE_ROWS // 2:
                     count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
                 else:
@@ -747,7 +766,9 @@ class MegaKernel:
                     parity += k.chunks0 // 2
                 else:
                     row = warp_id * 16 + lane % 16
-                    address = home_address(k, a, side, home, row < filled and routed, peers)
+                    address = home_address(
+                        k, a, side, home, row < filled and routed, peers, row_tile * TILE_ROWS + row, place
+                    )  # fmt: skip
                     if cutlass.const_expr(k.shared_intermediate > 0):
                         if row < filled and not routed:
                             token = Int64(row_tile * TILE_ROWS + row)

@@ -13,40 +13,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord, Status
-from moe_fast.kernel.signals import Args, Role, Wait, add, peer, read, side_counters, wait_reached, write
-from moe_ref.layout import ceil_div, compact_row
+from moe_fast.kernel import replicas
+from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
+from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord, Status, dropped
+from moe_fast.kernel.signals import Args, Role, Wait, add, home_row, peer, read, side_counters, wait_reached, write
+from moe_fast.kernel.transport import put_counts
+from moe_ref.layout import ceil_div, compact_row, fixed_row
 from moe_ref.runtime.encoding import counts_signal, next_target
 
-CONSUMERS = 256
 BATCH = 16
 """Histogram rows that a thread has in flight while it sums over token tiles."""
-
-
-def sync_consumers():
-    """Barrier of the 256 consumer threads of a block."""
-    cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
-
-
-@cute.jit
-def scan(value: Int32, scratch: cute.Pointer, thread: Int32) -> Int32:
-    """Exclusive sum over the 256 threads; every thread must call it. scratch: 8 words of shared memory."""
-    lane = thread % 32
-    total = value
-    for d in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(total, 1 << d, mask_and_clamp=0)
-        if lane >= (1 << d):
-            total += other
-    sync_consumers()
-    if lane == 31:
-        cute.arch.store(scratch + thread // 32, total)
-    sync_consumers()
-    before = Int32(0)
-    for w in cutlass.range_constexpr(8):
-        part = cute.arch.load(scratch + w, Int32)
-        if w < thread // 32:
-            before += part
-    return before + total - value
 
 
 def tiles_per_part(k: KernelShape, tokens):
@@ -79,11 +55,13 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expe
 def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
 ):
-    """The planner. scratch: 1536 words of shared memory."""
+    """The planner. scratch: 1536 words of shared memory; with replicas 8192."""
     # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice,
     # 1024- two words per slot
     counters = side_counters(a, side)
     token_tiles = ceil_div(a.tokens, TILE_ROWS)
+    if cutlass.const_expr(k.placed):
+        replicas.load_tables(k, a, scratch, thread)
     ok = Boolean(True)
     if thread == 0:
         ok = wait_reached(counters, Counter.ROUTED, token_tiles, a, Role.PLANNER, Wait.ROUTED, token_tiles, "gpu")
@@ -107,7 +85,10 @@ def make_plan(
             before_part += other
     if thread >= k.experts:
         mine = Int32(0)
-    start = scan(mine, scratch, thread)
+    kept = mine
+    if cutlass.const_expr(k.drops):
+        kept = min(mine, a.capacity)
+    start = scan(kept, scratch, thread)
     # from here on thread e is expert e; every part needs its own place in the list
     sync_consumers()
     cute.arch.store(sums + thread, start)
@@ -118,29 +99,80 @@ def make_plan(
     # my row of counts to every rank, then one signal each
     stride = Int32(k.counts_stride)
     row = (side * k.ranks + a.rank) * stride
+    # with put-with-signal into this rank's own memory, from where a warp puts it
+    bases = [a.heap] if k.put else [peer(a, p) for p in range(k.ranks)]
     if thread < k.experts:
-        for p in cutlass.range_constexpr(k.ranks):
-            write(peer(a, p) + a.counts_at, row + thread, mine)
+        for p in cutlass.range_constexpr(len(bases)):
+            write(bases[p] + a.counts_at, row + thread, kept)
+            if cutlass.const_expr(k.drops):
+                write(bases[p] + a.counts_at, row + k.experts + 2 + thread, mine)
     if thread == 0:
         status = read(a.plan, PlanWord.STATUS)
-        for p in cutlass.range_constexpr(k.ranks):
-            write(peer(a, p) + a.counts_at, row + k.experts, status)
-            write(peer(a, p) + a.counts_at, row + k.experts + 1, a.tokens)
+        for p in cutlass.range_constexpr(len(bases)):
+            write(bases[p] + a.counts_at, row + k.experts, status)
+            write(bases[p] + a.counts_at, row + k.experts + 1, a.tokens)
     sync_consumers()
+    if cutlass.const_expr(k.put):
+        if thread < 32:
+            put_counts(k, a, row, counts_signal(epoch), thread)
     if thread < k.ranks:
-        address = peer(a, thread) + a.counts_flag_at
-        # covers what the other threads wrote before the barrier
-        cute.arch.fence_acq_rel_sys()
-        write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
+        if cutlass.const_expr(not k.put):
+            address = peer(a, thread) + a.counts_flag_at
+            # covers what the other threads wrote before the barrier
+            cute.arch.fence_acq_rel_sys()
+            write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
+        elif thread == a.rank:
+            write(a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), sem="release", scope="sys")
         heard = wait_reached(
-            a.heap + a.counts_flag_at, thread, counts_signal(epoch), a, Role.PLANNER, Wait.COUNTS, thread, "sys"
-        )
+            a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), a, Role.PLANNER, Wait.COUNTS,
+            thread, "sys",
+        )  # fmt: skip
         if not heard:
             cute.arch.store(scratch + 8, Int32(0))
     sync_consumers()
 
-    # the same arithmetic on every rank: rows, rows of lower ranks, tiles, first tile on the owner
+    if cutlass.const_expr(k.placed):
+        place_replicas(k, a, side, scratch, thread, start)
+    else:
+        place_experts(k, a, side, scratch, thread, start, kept)
+
+
+@cute.jit
+def place_replicas(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32, start: Int32
+):
+    """The planner's second half where experts have replicas; see `replicas`. start: as in `place_experts`."""
     counts = a.heap + a.counts_at
+    status = replicas.divide_rows(k, a, side, scratch, thread)
+    row_tiles, near, far, status = replicas.place_slots(k, a, scratch, thread, start, status)
+    for p in cutlass.range_constexpr(k.ranks):
+        status = status | read(counts, (side * k.ranks + p) * Int32(k.counts_stride) + k.experts)
+    usable = (cute.arch.load(scratch + 8, Int32) != 0) and (status & (Status.OVERFLOW | Status.BAD_PLAN)) == 0
+    if cutlass.const_expr(k.fixed):
+        slot_rows, slot_tile, row_tiles = replicas.own_pairs(k, a, scratch, thread)
+        held = Int32(k.slots * k.ranks)
+    else:
+        slot_rows, slot_tile = replicas.own_slots(k, a, scratch, thread)
+        held = Int32(k.slots)
+    if not usable:
+        row_tiles = Int32(0)
+        near = Int32(0)
+        far = Int32(0)
+    publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+
+
+@cute.jit
+def place_experts(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32, start: Int32,
+    mine: Int32,
+):  # fmt: skip
+    """The planner's second half, experts in blocks: where every expert begins in its owner's tiles and in my send list.
+
+    start, mine: of thread e, my routes to experts before e and to e.
+    """
+    counts = a.heap + a.counts_at
+    stride = Int32(k.counts_stride)
+    # the same arithmetic on every rank: rows, rows of lower ranks, tiles, first tile on the owner
     rows = Int32(0)
     before = Int32(0)
     owner = Int32(k.ranks)
@@ -199,19 +231,40 @@ def make_plan(
         cute.arch.store(slot_tile + slot, tiles_before - first_here)
     sync_consumers()
     held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
+    publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+
+
+@cute.jit
+def publish_plan(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
+    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, near: Int32, far: Int32, usable: Boolean, status: Int32,
+):  # fmt: skip
+    """The tables of my row tiles, then the plan's words and the signal that all is there.
+
+    slot_rows, slot_tile: rows and first tile of each of my `held` slots, in the fixed layout of each (slot, source).
+    near: rows that stay here. far: units of rows for the peer that gets most.
+    """
+    most = k.slots * k.ranks if k.fixed else k.slots
+    counters = side_counters(a, side)
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     for tile in range(thread, row_tiles, CONSUMERS):
         slot = Int32(0)
-        for bit in cutlass.range_constexpr((k.slots - 1).bit_length()):
-            further = slot + (1 << ((k.slots - 1).bit_length() - 1 - bit))
+        for bit in cutlass.range_constexpr((most - 1).bit_length()):
+            further = slot + (1 << ((most - 1).bit_length() - 1 - bit))
             if further < held:
                 if cute.arch.load(slot_tile + further, Int32) <= tile:
                     slot = further
         begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
         filled = min(cute.arch.load(slot_rows + slot, Int32) - begun, Int32(TILE_ROWS))
+        place = tile
+        if cutlass.const_expr(k.fixed):
+            source = slot % k.ranks
+            slot = slot // k.ranks
+            place = fixed_row(source, 0, 0, slot, begun, k.slots, a.slot_capacity) // TILE_ROWS
+            write(a.tile_at, tile, place)
         write(a.tile_slot, tile, slot)
         write(a.tile_rows, tile, filled)
-        write(targets, tile, next_target(read(targets, tile), filled))
+        write(targets, place, next_target(read(targets, place), filled))
     if thread == 0:
         write(a.plan, PlanWord.ROW_TILES, row_tiles)
         write(a.plan, PlanWord.NEAR_ROWS, near)
@@ -254,13 +307,37 @@ def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
                 + read(a.histogram, tile * k.experts + expert)
                 + read(a.index, first + r)
             )
-            # an entry of the send list: the route, and the row where it lands
-            write(a.send, place, Int64(first + r) | (Int64(place + read(a.row_shift, expert)) << 32), Int64)
+            fits = Boolean(True)
+            if cutlass.const_expr(k.drops):
+                # first come, first served: the rest is masked from here on
+                fits = place - read(a.list_start, expert) < a.capacity
+                if not fits:
+                    write(a.expert, first + r, dropped(expert))
+            if fits:
+                target = expert
+                if cutlass.const_expr(k.placed):
+                    target, place = replicas.choose_replica(k, a, expert, place)
+                row = place + read(a.row_shift, target)
+                # an entry of the send list: the route, and the row where it lands
+                write(a.send, place, Int64(first + r) | (Int64(row) << 32), Int64)
+                if cutlass.const_expr(k.fixed):
+                    write(a.where, first + r, home_row(a, row, read(a.placement, target), a.rank))
     token = tile * TILE_ROWS + thread
     if thread < TILE_ROWS and token < a.tokens:
         valid = Int32(0)
         for j in cutlass.range_constexpr(k.top_k):
-            if read(a.expert, first + thread * k.top_k + j) >= 0:
+            route = first + thread * k.top_k + j
+            expert = read(a.expert, route)
+            if cutlass.const_expr(k.drops):
+                # another thread may be masking the route just now: it is judged by its place, like there
+                if expert < -1:
+                    expert = dropped(expert)
+                if expert >= 0:
+                    earlier = read(a.list_start, starts + expert) - read(a.list_start, expert)
+                    place = earlier + read(a.histogram, tile * k.experts + expert) + read(a.index, route)
+                    if place < a.capacity:
+                        valid += 1
+            elif expert >= 0:
                 valid += 1
         if cutlass.const_expr(k.shared_intermediate > 0):
             # and one row of the shared expert for every token

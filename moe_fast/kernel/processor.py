@@ -24,8 +24,11 @@ from moe_fast.kernel.signals import (
     Role,
     aborted,
     add,
+    back_word,
+    buffer_tile,
     done_word,
     fetch_add,
+    home_of,
     peer,
     read,
     returned_word,
@@ -149,7 +152,7 @@ def count_returned(
     cute.arch.sync_warp()
     before = Int32(0)
     if lane == 0:
-        place = returned_word(a, row_tile)
+        place = returned_word(k, a, row_tile)
         if not routed:
             place = shared_returned(a, row_tile)
         before = fetch_add(side_counters(a, side), place)
@@ -161,9 +164,9 @@ def count_returned(
                     row = row_tile * TILE_ROWS + i * 32 + lane
                     home = (a.rank << HOME_BITS) | (row * k.top_k)
                     if routed:
-                        home = read(a.heap + a.home_at, side * a.rows + row)
+                        home = home_of(k, a, side, buffer_tile(k, a, row_tile) * TILE_ROWS + i * 32 + lane)
                     token = (home & ((1 << HOME_BITS) - 1)) // k.top_k
-                    add(peer(a, home >> HOME_BITS) + a.back_at, side * a.max_tokens + token, 1, "sys")
+                    add(peer(a, home >> HOME_BITS) + a.back_at, back_word(k, a, side, token), 1, "sys")
     cute.arch.sync_warp()
 
 

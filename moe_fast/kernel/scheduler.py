@@ -26,6 +26,7 @@ from moe_fast.kernel.signals import (
     Role,
     Wait,
     aborted,
+    dense_tiles,
     fail,
     fetch_add,
     read,
@@ -124,27 +125,27 @@ def next_shared(
 # --- ready queues, mailboxes ---------------------------------------------------------------------------------------
 
 
-def ready_at(a, queue, index):
+def ready_at(k, a, queue, index):
     """Index of an entry of ready queue 0 or 1: block number + 1, or 0 while empty."""
-    return COUNTER_WORDS + (1 + queue) * (a.rows // TILE_ROWS) + index
+    return COUNTER_WORDS + (1 + queue) * dense_tiles(k, a) + index
 
 
-def taken_at(a, processor):
+def taken_at(k, a, processor):
     """Index of the count of mails that a processor has taken."""
-    return COUNTER_WORDS + 5 * (a.rows // TILE_ROWS) + a.token_tiles + processor
+    return COUNTER_WORDS + 5 * dense_tiles(k, a) + a.token_tiles + processor
 
 
-def mail_at(a, processors, processor):
+def mail_at(k, a, processors, processor):
     """Index, in 8-byte words, of a processor's mailbox."""
-    return (COUNTER_WORDS + 5 * (a.rows // TILE_ROWS) + a.token_tiles + processors + 8) // 2 + processor
+    return (COUNTER_WORDS + 5 * dense_tiles(k, a) + a.token_tiles + processors + 8) // 2 + processor
 
 
 @cute.jit
-def make_ready(a: Args, side: Int32, queue: cutlass.Constexpr, block: Int32):
+def make_ready(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, queue: cutlass.Constexpr, block: Int32):
     """One thread: append a block of row tiles to a ready queue."""
     counters = side_counters(a, side)
     place = fetch_add(counters, Counter.READY0 + queue)
-    write(counters, ready_at(a, queue, place), block + 1, sem="relaxed", scope="gpu")
+    write(counters, ready_at(k, a, queue, place), block + 1, sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -154,9 +155,9 @@ def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_t
     size = k.block_tiles
     block = row_tile // size
     members = min(row_tiles - block * size, Int32(size))
-    done = fetch_add(counters, COUNTER_WORDS + 3 * (a.rows // TILE_ROWS) + block)
+    done = fetch_add(counters, COUNTER_WORDS + 3 * dense_tiles(k, a) + block)
     if done == members * k.columns0 - 1:
-        make_ready(a, side, 1, block)
+        make_ready(k, a, side, 1, block)
 
 
 @cute.jit
@@ -170,8 +171,8 @@ def next_mail(
     idle at the end.
     """
     counters = side_counters(a, side)
-    write(counters, taken_at(a, processor), number - 1, sem="relaxed", scope="gpu")
-    box = mail_at(a, processors, processor)
+    write(counters, taken_at(k, a, processor), number - 1, sem="relaxed", scope="gpu")
+    box = mail_at(k, a, processors, processor)
     mail = read(counters, box, Int64, sem="relaxed", scope="gpu")
     turns = Int32(0)
     start = cute.arch.globaltimer()
@@ -225,15 +226,15 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
         for j in cutlass.range_constexpr(lanes_of):
             free[j] = 0
             if lane + 32 * j < processors:
-                taken = read(counters, taken_at(a, lane + 32 * j), sem="relaxed", scope="gpu")
+                taken = read(counters, taken_at(k, a, lane + 32 * j), sem="relaxed", scope="gpu")
                 free[j] = 1 - (sent[j] - taken)
             wanted += free[j]
         block0, block1 = head0 // per0, head1 // per1
         entry0, entry1 = Int32(0), Int32(0)
         if block0 + lane < blocks:
-            entry0 = read(counters, ready_at(a, 0, block0 + lane), sem="relaxed", scope="gpu")
+            entry0 = read(counters, ready_at(k, a, 0, block0 + lane), sem="relaxed", scope="gpu")
         if block1 + lane < blocks:
-            entry1 = read(counters, ready_at(a, 1, block1 + lane), sem="relaxed", scope="gpu")
+            entry1 = read(counters, ready_at(k, a, 1, block1 + lane), sem="relaxed", scope="gpu")
         inside0, inside1 = head0 - block0 * per0, head1 - block1 * per1
         ready0 = prefix_of_ones(entry0 != 0) * per0 - inside0
         ready1 = prefix_of_ones(entry1 != 0) * per1 - inside1
@@ -267,7 +268,7 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
                         sent[j] = sent[j] + 1
                         write(
                             counters,
-                            mail_at(a, processors, lane + 32 * j),
+                            mail_at(k, a, processors, lane + 32 * j),
                             pack_mail(Int64(sent[j]), task),
                             Int64,
                             sem="relaxed",
@@ -287,7 +288,7 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
                         sent[j] = sent[j] + 1
                         write(
                             counters,
-                            mail_at(a, processors, lane + 32 * j),
+                            mail_at(k, a, processors, lane + 32 * j),
                             pack_mail(Int64(sent[j]), Int64(STOP)),
                             Int64,
                             sem="relaxed",

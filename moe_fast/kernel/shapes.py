@@ -9,11 +9,16 @@ R rows of the dispatch buffer, T tile rows.
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import asdict, dataclass
+
+import numpy as np
 
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
-from moe_ref.layout import SIDES, align_up, ceil_div
+from moe_ref.layout import ROUNDS, SIDES, align_up, ceil_div
+from moe_ref.placement import Placement
 from moe_ref.runtime.encoding import SLOT_BITS
 
 TILE_ROWS = 128
@@ -52,6 +57,12 @@ WORDS = 3
 TOKEN_TILE = 32
 """Tokens that a spare warp looks at together for the combine: one per lane, one word of claim bits."""
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
+TRANSPORTS = ("stores", "put_signal")
+UNPROVEN = ("fixed", "capacity", "put_signal")
+"""What compiles but was never seen right on a GPU: refused by name unless MOE_REF_UNPROVEN is 1, as the GPU tests that
+cover it set. Whoever has seen those tests pass takes it out of here."""
+PACKET_TAIL = 128
+"""With put-with-signal a row is a packet: the row, then its home, padded to this many bytes for the TMA's sake."""
 PLAN_WORDS = 16
 COUNTER_WORDS = 16
 """Single counters of a call, before the per-tile ones: see `Counter`."""
@@ -72,7 +83,7 @@ class PlanWord:
 class Status:
     """Bits of the error word that travels with the counts, so that every rank learns of it."""
 
-    NONFINITE, BAD_EXPERT, OVERFLOW = 1, 2, 4
+    NONFINITE, BAD_EXPERT, OVERFLOW, BAD_PLAN = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,13 @@ class KernelShape:
     shared_intermediate: int = 0
     shared_gate: bool = False
     fp32_router: bool = False
+    replicas: int = 0
+    """D, the largest number of replicas of an expert; 0 for plain expert parallelism (experts in blocks)."""
+    placed_slots: int = 0
+    """X of the placement; 0 for plain expert parallelism."""
+    transport: str = "stores"
+    layout: str = "compact"
+    capacity_factor: float | None = None
 
     @classmethod
     def from_config(
@@ -114,15 +132,32 @@ class KernelShape:
         scheduler: str = "tickets",
         trace: bool = False,
         fp32_router: bool = False,
+        placement: Placement | None = None,
+        transport: str = "stores",
     ) -> KernelShape:
         """Shape for a layer on `ranks` ranks; fp32_router: the router's weight is kept in fp32 (DeepSeek).
+
+        Only the number of slots and replicas of a placement are compiled in; which expert is where is a table that a
+        launch hands over, so moving experts compiles nothing.
 
         Raises:
             UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide.
         """
         problems = unsupported(config, ranks)
+        replicas = slots = 0
+        if config.experts >= ranks:
+            in_blocks = Placement.contiguous(config.experts, ranks)
+            placement = placement or in_blocks
+            # the fixed layout is written for slots of a placement only, whatever it is
+            if placement != in_blocks or config.layout == "fixed":
+                replicas, slots = placement.max_replicas, placement.slots
+                problems += unsupported_placement(config, placement, ranks)
         if scheduler not in SCHEDULERS:
             problems.append(f"scheduler={scheduler!r} is not one of {', '.join(SCHEDULERS)}")
+        if transport not in TRANSPORTS:
+            problems.append(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if transport == "put_signal" and not proven("put_signal"):
+            problems.append(f"transport='put_signal' ({NEVER_SEEN})")
         if problems:
             raise UsageError(
                 'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
@@ -157,6 +192,11 @@ class KernelShape:
             shared_intermediate=config.shared_intermediate,
             shared_gate=config.shared_gate,
             fp32_router=fp32_router,
+            replicas=replicas,
+            placed_slots=slots,
+            transport=transport,
+            layout=config.layout,
+            capacity_factor=config.capacity_factor,
         )
 
     @property
@@ -180,6 +220,10 @@ class KernelShape:
         parts += (
             [f"s{self.shared_intermediate}" + ("g" if self.shared_gate else "")] if self.shared_intermediate else []
         )
+        parts += [f"r{self.replicas}x{self.placed_slots}"] if self.placed else []
+        parts += [self.transport] if self.put else []
+        parts += [self.layout] if self.fixed else []
+        parts += [f"capacity{self.capacity_factor:g}"] if self.drops else []
         parts += [self.scheduler] + (["trace"] if self.trace else [])
         return "-".join(parts)
 
@@ -291,14 +335,58 @@ class KernelShape:
         return 256 // (1 << (self.experts - 1).bit_length())
 
     @property
+    def placed(self) -> bool:
+        """Whether replica tables and quotas decide where rows go, instead of experts in blocks."""
+        return self.replicas > 0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether rows lie at the paper's coordinates L[source, round, side, slot, index] instead of exact offsets."""
+        return self.layout == "fixed"
+
+    @property
+    def drops(self) -> bool:
+        """Whether a rank sends an expert at most so many rows and drops the rest."""
+        return self.capacity_factor is not None
+
+    def capacity(self, tokens: int) -> int:
+        """Rows that a rank of S = `tokens` may send to one expert: that of `MoEConfig.capacity`, or all of them."""
+        routes = tokens * self.top_k
+        return math.ceil(min((self.capacity_factor or self.experts) * routes / self.experts, routes))
+
+    def slot_capacity(self, max_tokens: int) -> int:
+        """C of the fixed layout: align(capacity or max_tokens, T)"""
+        return align_up(max(self.capacity(max_tokens) if self.drops else max_tokens, 1), TILE_ROWS)
+
+    @property
+    def put(self) -> bool:
+        """Whether rows and signals leave by NVSHMEM's put-with-signal instead of direct stores."""
+        return self.transport == "put_signal"
+
+    @property
+    def signal_words(self) -> int:
+        """4-byte words of a counter that peers add to: NVSHMEM's signals have two."""
+        return 2 if self.put else 1
+
+    @property
+    def row_factor(self) -> int:
+        """rows of the whole dispatch buffer over those of one side: B, in the fixed layout P * R * B"""
+        return SIDES * (self.ranks * ROUNDS if self.fixed else 1)
+
+    @property
+    def row_pitch(self) -> int:
+        """bytes from one row of the dispatch buffer to the next: H * 2 (+ 128 with put-with-signal, for the home)"""
+        return self.hidden * self.element_size + (PACKET_TAIL if self.put else 0)
+
+    @property
     def slots(self) -> int:
-        """X = ceil(E / P)"""
-        return ceil_div(self.experts, self.ranks)
+        """X = ceil(E / P), or that of the placement"""
+        return self.placed_slots or ceil_div(self.experts, self.ranks)
 
     @property
     def counts_stride(self) -> int:
-        """words of one rank's row of counts: E, a status word, S, padded to 128 bytes"""
-        return align_up(self.experts + 2, 32)
+        """words of one rank's row of counts: E, a status word, S, the E before a capacity, padded to 128 bytes"""
+        return align_up(self.experts + 2 + (self.experts if self.drops else 0), 32)
 
     def owner(self, expert):
         """Rank that holds `expert`: blocks of experts, the first E mod P ranks hold one more. Traced by the kernel."""
@@ -318,15 +406,29 @@ class KernelShape:
         return rank * base + min(rank, extra)
 
 
+NEVER_SEEN = "never seen right on a GPU; MOE_REF_UNPROVEN=1 tries it"
+
+
+def proven(name: str) -> bool:
+    """Whether a feature may be used: seen right on a GPU, or asked for in spite of that."""
+    return name not in UNPROVEN or os.environ.get("MOE_REF_UNPROVEN") == "1"
+
+
+def dropped(expert):
+    """What stands in the place of an expert whose capacity was full: negative, like any masked route, and its own
+    inverse, so that who was chosen can still be read. Traced by the kernel."""
+    return -2 - expert
+
+
 def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     """Everything about a layer that the megakernel can't do, in words; empty if it can."""
     c, out = config, []
     if c.dtype not in DTYPES:
         out.append(f"dtype={c.dtype} (only {', '.join(DTYPES)})")
-    if c.layout != "compact":
-        out.append(f"layout='{c.layout}' (only compact)")
-    if c.capacity_factor is not None:
-        out.append(f"capacity_factor={c.capacity_factor} (dropless only)")
+    if c.layout == "fixed" and not proven("fixed"):
+        out.append(f"layout='fixed' ({NEVER_SEEN})")
+    if c.capacity_factor is not None and not proven("capacity"):
+        out.append(f"capacity_factor={c.capacity_factor} ({NEVER_SEEN})")
     if c.experts > MAX_EXPERTS:
         out.append(f"experts={c.experts} (at most {MAX_EXPERTS})")
     if c.top_k > MAX_TOP_K:
@@ -343,6 +445,48 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     if ranks > 1 << (31 - HOME_BITS):
         out.append(f"{ranks} ranks (at most {1 << (31 - HOME_BITS)})")
     return out
+
+
+PLANNER_WORDS = 7680
+"""Shared memory of the planner's block for the tables of replicas, in 4-byte words."""
+
+
+def solver_words(experts: int, replicas: int, ranks: int, slots: int) -> int:
+    """4 E D + 3 E + 3 P X + 5 P + D + 2: what the solver holds in shared memory, in 4-byte words."""
+    return 4 * experts * replicas + 3 * experts + 3 * ranks * slots + 5 * ranks + replicas + 2
+
+
+def unsupported_placement(config: MoEConfig, placement: Placement, ranks: int) -> list[str]:
+    """What about a placement the megakernel can't do, in words."""
+    out = []
+    if (placement.num_experts, placement.num_ranks) != (config.experts, ranks):
+        out.append(
+            f"a placement of {placement.num_experts} experts on {placement.num_ranks} ranks, expected "
+            f"{config.experts} on {ranks}"
+        )
+    need = solver_words(config.experts, placement.max_replicas, ranks, placement.slots)
+    need += 2 * placement.slots * (ranks if config.layout == "fixed" else 1)
+    if need > PLANNER_WORDS:
+        out.append(
+            f"a placement with up to {placement.max_replicas} replicas in {placement.slots} slots of {ranks} ranks "
+            f"({need} words of shared memory for its tables, at most {PLANNER_WORDS})"
+        )
+    return out
+
+
+def placement_tables(placement: Placement, replicas: int, slots: int) -> np.ndarray:
+    """What a launch hands over about a placement, int32 [E * D + P * X]: the rank of every replica, -1 for none; then
+    what every slot holds, replica number e * D + j, -1 for an empty slot.
+
+    replicas, slots: D and X of the kernel, at least those of the placement.
+    """
+    rank_ED = np.full((placement.num_experts, replicas), -1, dtype=np.int32)
+    rank_ED[:, : placement.max_replicas] = placement.rank_ED
+    held_PX = np.full((placement.num_ranks, slots), -1, dtype=np.int32)
+    for rank, pairs in enumerate(placement.replicas_of_rank):
+        for slot, (expert, replica) in enumerate(pairs):
+            held_PX[rank, slot] = expert * replicas + replica
+    return np.concatenate([rank_ED.ravel(), held_PX.ravel()])
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------
@@ -366,9 +510,24 @@ def regions(sizes: dict[str, int]) -> tuple[dict[str, Region], int]:
 
 
 def buffer_rows(shape: KernelShape, max_tokens: int) -> int:
-    """R = align(min(K, X) * max_tokens * P, T) + X * T: rows of one side of the dispatch buffer."""
+    """R = align(min(K, X) * max_tokens * P, T) + X * T: rows of one side of the dispatch buffer.
+
+    In the fixed layout X * C, of one source and one round; see `all_rows`.
+    """
+    if shape.fixed:
+        return shape.slots * shape.slot_capacity(max_tokens)
     most = min(shape.top_k, shape.slots) * max_tokens * shape.ranks
     return align_up(most, TILE_ROWS) + shape.slots * TILE_ROWS
+
+
+def all_rows(shape: KernelShape, max_tokens: int) -> int:
+    """Rows of the dispatch buffer, both sides: B * R, in the fixed layout P * R * B * X * C (results included)."""
+    return buffer_rows(shape, max_tokens) * SIDES * (shape.ranks * ROUNDS if shape.fixed else 1)
+
+
+def most_tiles(shape: KernelShape, max_tokens: int) -> int:
+    """Row tiles that one call can have on one rank: R / T, in the fixed layout P * X * C / T"""
+    return buffer_rows(shape, max_tokens) // TILE_ROWS * (shape.ranks if shape.fixed else 1)
 
 
 def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region], int]:
@@ -376,18 +535,23 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
 
     bytes = B * (R + K * max_tokens) * H * element size  (rows in, results back: `MoEConfig.compact_bytes` with T = 128)
           + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
+
+    With put-with-signal rows lie 128 bytes further apart, counters take 8 bytes, and rows to send are staged:
+    K * max_tokens rows (outbox) and R results.
     """
-    rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
+    rows, routes = all_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
     row_bytes = shape.hidden * shape.element_size
     return regions(
         {
-            "rows": SIDES * rows * row_bytes,
-            "returned": SIDES * routes * row_bytes,
-            "home": SIDES * rows * 4,
-            "arrived": SIDES * (rows // TILE_ROWS) * 4,
-            "back": SIDES * max(max_tokens, 1) * 4,
+            "rows": rows * shape.row_pitch,
+            "returned": 0 if shape.fixed else SIDES * routes * row_bytes,
+            "home": 0 if shape.put else rows * 4,
+            "arrived": (rows // TILE_ROWS) * 4 * shape.signal_words,
+            "back": SIDES * max(max_tokens, 1) * 4 * shape.signal_words,
             "counts": SIDES * shape.ranks * shape.counts_stride * 4,
-            "counts_flag": shape.ranks * 4,
+            "counts_flag": shape.ranks * 4 * shape.signal_words,
+            "outbox": routes * shape.row_pitch if shape.put else 0,
+            "results": most_tiles(shape, max_tokens) * TILE_ROWS * row_bytes if shape.put else 0,
         }
     )
 
@@ -396,22 +560,26 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
     """Memory of one rank that no peer touches; of the shared expert: its hidden activations and results, a row per
     token."""
     tokens = align_up(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
-    rows, routes = buffer_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
-    tiles = rows // TILE_ROWS
+    routes = max(1, shape.top_k * max_tokens)
+    tiles = most_tiles(shape, max_tokens)
     return regions(
         {
-            "hidden": rows * shape.intermediate * shape.element_size,
+            "hidden": tiles * TILE_ROWS * shape.intermediate * shape.element_size,
             "expert": routes * 4,
             "weight": routes * 4,
             "index": routes * 4,
             "send": routes * 8,
             "histogram": ceil_div(max(max_tokens, 1), TILE_ROWS) * shape.experts * 4,
-            "row_shift": shape.experts * 4,
+            "row_shift": shape.experts * max(shape.replicas, 1) * 4,
+            "quota_end": shape.experts * shape.replicas * 4,
+            "list_shift": shape.experts * shape.replicas * 4,
             "list_start": (shape.plan_parts * shape.experts + shape.ranks + 1) * 4,
             "plan": PLAN_WORDS * 4,
             "tile_slot": tiles * 4,
             "tile_rows": tiles * 4,
-            "arrived_target": SIDES * tiles * 4,
+            "tile_at": tiles * 4 if shape.fixed else 0,
+            "where": routes * 4 if shape.fixed else 0,
+            "arrived_target": all_rows(shape, max_tokens) // TILE_ROWS * 4,
             "back_target": SIDES * max(max_tokens, 1) * 4,
             "counters": SIDES * counter_words(shape, max_tokens, blocks) * 4,
             "control": 64,
@@ -425,7 +593,7 @@ def counter_words(shape: KernelShape, max_tokens: int, blocks: int) -> int:
     """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], returned[tile],
     a bit per combined token, taken, mails; at the end, counted backwards, the shared expert's done[token tile] and
     returned[token tile]."""
-    tiles = buffer_rows(shape, max_tokens) // TILE_ROWS
+    tiles = most_tiles(shape, max_tokens)
     shared = 2 * ceil_div(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
     combined = ceil_div(max(max_tokens, 1), TOKEN_TILE)
     return align_up(COUNTER_WORDS + 5 * tiles + combined + 3 * blocks + 8 + shared, 32)

@@ -17,10 +17,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS
+from moe_ref.layout import ROUNDS, SIDES
 from moe_ref.runtime.encoding import reached
 
-EPOCH, EXITED, ABORT, SENT_ROWS = range(4)
-"""Words of the control block. SENT_ROWS counts rows stored into peers, over all calls (variants with trace only)."""
+EPOCH, EXITED, ABORT, SENT_ROWS, PUT_ROWS, PUT_RESULTS = range(6)
+"""Words of the control block. SENT_ROWS counts rows stored into peers, over all calls (variants with trace only);
+PUT_ROWS and PUT_RESULTS count rows and results sent by put-with-signal."""
 
 ROLES = ("none", "gate", "planner", "dispatch", "loader", "combine", "dispatcher", "scheduler", "subscriber")
 WAITS = (
@@ -98,6 +100,17 @@ class Args(NamedTuple):
     given: Int32
     counter_words: Int32
     token_tiles: Int32
+    placement: Int64
+    quota: Int64
+    quota_end: Int64
+    list_shift: Int64
+    outbox_at: Int64
+    results_at: Int64
+    tile_at: Int64
+    where: Int64
+    planned: Int32
+    capacity: Int32
+    slot_capacity: Int32
 
 
 class Operands(NamedTuple):
@@ -163,14 +176,56 @@ def shared_returned(a, token_tile):
     return a.counter_words - 2 - 2 * token_tile
 
 
-def returned_word(a, row_tile):
+def returned_word(k, a, row_tile):
     """Index of the counter of GEMM1 tiles of a row tile whose rows are home."""
-    return COUNTER_WORDS + 4 * (a.rows // TILE_ROWS) + row_tile
+    return COUNTER_WORDS + 4 * dense_tiles(k, a) + row_tile
 
 
-def combined_word(a, token_tile):
+def combined_word(k, a, token_tile):
     """Index of the word with a bit for each token of a tile that some warp combines or has combined."""
-    return COUNTER_WORDS + 5 * (a.rows // TILE_ROWS) + token_tile
+    return COUNTER_WORDS + 5 * dense_tiles(k, a) + token_tile
+
+
+def dense_tiles(k, a):
+    """Row tiles that a call can have at most."""
+    return a.rows // TILE_ROWS * (k.ranks if k.fixed else 1)
+
+
+def buffer_tile(k, a, row_tile):
+    """Which tile of the dispatch buffer a row tile is: the same one, but for the fixed layout, which leaves gaps."""
+    return read(a.tile_at, row_tile) if k.fixed else row_tile
+
+
+def arrived_word(k, a, side, tile):
+    """Index of a row tile's arrival counter."""
+    return (side * (a.rows // TILE_ROWS) + tile) * k.signal_words
+
+
+def back_word(k, a, side, token):
+    """Index of the counter of a token's returned rows."""
+    return (side * a.max_tokens + token) * k.signal_words
+
+
+def home_of(k, a, side, row):
+    """Where a row of the dispatch buffer goes home to: a word beside it; with puts the end of its packet."""
+    if k.put:
+        return read(a.heap + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch + k.hidden * k.element_size, 0)
+    return read(a.heap + a.home_at, side * a.rows + row)
+
+
+def home_row(a, row, owner, source):
+    """Where in the fixed layout the result of buffer row `row`, computed by `owner`, comes back to its `source`.
+
+    L[source, 0, side, slot, index] returns as L[owner, 1, side, slot, index]; rows without the side's part.
+    """
+    return row + ((owner - source) * ROUNDS + 1) * SIDES * a.rows
+
+
+def result_at(k, a, side, rank, route, row):
+    """Offset in the heap of `rank` of the result of its `route`, computed here from buffer row `row`."""
+    if k.fixed:
+        return a.rows_at + (Int64(side) * a.rows + home_row(a, row, a.rank, rank)) * k.row_pitch
+    return a.returned_at + (Int64(side) * (a.max_tokens * k.top_k) + route) * (k.hidden * k.element_size)
 
 
 def add(address, index, value, scope, sem="relaxed"):
@@ -210,7 +265,7 @@ def note(a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: In
 class Phase:
     """What a traced event was, where it wasn't a task."""
 
-    GATE, PLAN, LIST, PUSH, COMBINE = -1, -2, -3, -4, -5
+    GATE, PLAN, LIST, PUSH, COMBINE, SOLVE = -1, -2, -3, -4, -5, -6
 
 
 @cute.jit

@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.scheduler import make_ready
 from moe_fast.kernel.shapes import TILE_ROWS, KernelShape
-from moe_fast.kernel.signals import Args, Role, Wait, aborted, fail, read
+from moe_fast.kernel.signals import Args, Role, Wait, aborted, arrived_word, buffer_tile, fail, read
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import reached
 
@@ -24,7 +24,7 @@ def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles
     """One lane: watch blocks first, first + 96, ... in turn until all of them are ready."""
     size = k.block_tiles
     blocks = ceil_div(row_tiles, size)
-    counters = a.heap + a.arrived_at + Int64(side * (a.rows // TILE_ROWS)) * 4
+    counters = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     # Lanes keep at most 32 blocks under watch at a time, one bit each; more come when those are through.
     base = first
@@ -39,10 +39,11 @@ def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles
                     block = base + j * LANES
                     ok = Boolean(True)
                     for t in range(block * size, min(block * size + size, row_tiles)):
-                        seen = read(counters, t, sem="relaxed", scope="sys")
-                        ok = ok and reached(seen, read(targets, t))
+                        tile = buffer_tile(k, a, t)
+                        seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
+                        ok = ok and reached(seen, read(targets, tile))
                     if ok:
-                        make_ready(a, side, 0, block)
+                        make_ready(k, a, side, 0, block)
                         done = done | (1 << j)
                         left -= 1
             if left > 0:

@@ -10,13 +10,17 @@ from moe_fast import compiler
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
+from moe_ref.placement import Placement
 
 try:
     compiler.import_cutlass()
 except BackendUnavailable as error:
     pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}", allow_module_level=True)
 
-# name, config, ranks, scheduler: together every role, activation, dtype and scheduler, and the sizes users have
+PAIR = Placement.from_replicas([[0, 1]] * 32, 2)
+PAPER = MoEConfig(2048, 2048, 32, 2, activation="relu", gated=False, dtype="bfloat16")
+
+# name, config, ranks, scheduler, more: together every role, activation, dtype and scheduler, and the sizes users have
 VARIANTS = {
     "qwen3": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 2, "spare_warps"),
     "paper": (MoEConfig(2048, 2048, 8, 2, activation="relu", gated=False, dtype="bfloat16"), 2, "os_block"),
@@ -43,6 +47,8 @@ VARIANTS = {
             group_score="top2_sum", shared_intermediate=512, dtype="bfloat16",
         ), 2, "os_block",
     ),
+    "replicas": (PAPER, 2, "spare_warps", {"placement": PAIR}),
+    "fixed": (PAPER.replace(layout="fixed", capacity_factor=1.25), 2, "os_block"),
     "biases": (
         MoEConfig(
             512, 256, 60, 6, "gelu", gated=False, expert_bias=True, num_groups=4, top_groups=2,
@@ -62,10 +68,12 @@ FP32_ROUTER = ("deepseek",)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant_compiles_for_hopper(name, tmp_path):
+def test_variant_compiles_for_hopper(name, tmp_path, monkeypatch):
     """wgmma and TMA are there, nothing spills, shared memory fits: without a GPU."""
-    config, ranks, scheduler = VARIANTS[name]
-    shape = KernelShape.from_config(config, ranks, scheduler, fp32_router=name in FP32_ROUTER)
+    monkeypatch.setenv("MOE_REF_UNPROVEN", "1")
+    config, ranks, scheduler, *more = VARIANTS[name]
+    more = more[0] if more else {"fp32_router": name in FP32_ROUTER}
+    shape = KernelShape.from_config(config, ranks, scheduler, **more)
     path = compiler.compile_to_file(shape, tmp_path)
     found = compiler.inspect_file(path)
     assert found["stack_bytes"] == 0, found

@@ -11,7 +11,7 @@ from moe_fast.kernel import shapes
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
-from moe_ref.layout import SIDES
+from moe_ref.layout import SIDES, fixed_row
 from moe_ref.placement import Placement
 
 QWEN3 = MoEConfig(2048, 768, 128, 8, dtype="bfloat16", max_tokens=8192, tile_rows=128)
@@ -42,6 +42,71 @@ def test_heap_formula():
     assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(offsets))
 
 
+@pytest.fixture
+def unproven(monkeypatch):
+    monkeypatch.setenv("MOE_REF_UNPROVEN", "1")
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_fixed_layout_is_the_papers_tensor(factor):
+    """L[P, R, B, X, C, H]: rows and results in one region of the config's formula; a side is X * C rows of it."""
+    config = QWEN3.replace(layout="fixed", capacity_factor=factor)
+    shape = KernelShape.from_config(config, 2)
+    pieces, _ = shapes.heap_regions(shape, config.max_tokens)
+    assert pieces["rows"].size == config.fixed_bytes(2)
+    assert pieces["returned"].size == 0
+    capacity = shape.slot_capacity(config.max_tokens)
+    last = fixed_row(1, 1, 1, 63, capacity - 1, shape.slots, capacity)
+    assert last + 1 == shapes.all_rows(shape, config.max_tokens) == pieces["rows"].size // config.row_bytes
+    for source, side, slot, index in itertools.product(range(2), range(2), (0, 63), (0, capacity - 1)):
+        row = fixed_row(source, 0, 0, slot, index, shape.slots, capacity)
+        rows = shapes.buffer_rows(shape, config.max_tokens)
+        assert side * rows + row == fixed_row(source, 0, side, slot, index, shape.slots, capacity)
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize(("factor", "tokens"), [(1.0, 1000), (0.1, 7), (1.3, 0), (2.0, 129), (500.0, 33)])
+def test_capacity_is_the_configs(factor, tokens):
+    """What a launch passes is what the reference drops by."""
+    config = QWEN3.replace(capacity_factor=factor)
+    assert KernelShape.from_config(config, 2).capacity(tokens) == config.capacity(tokens)
+
+
+def test_dropped_ids_can_be_read_back():
+    assert all(shapes.dropped(e) < -1 and shapes.dropped(shapes.dropped(e)) == e for e in range(256))
+
+
+def test_heap_formula_with_replicas():
+    """Slots of the placement instead of ceil(E / P); more replicas, more padding, the same rows."""
+    plain = KernelShape.from_config(QWEN3, 2)
+    two = KernelShape.from_config(QWEN3, 2, placement=Placement.from_replicas([[0, 1]] * 128, 2))
+    assert (two.replicas, two.slots, plain.slots) == (2, 128, 64)
+    assert shapes.buffer_rows(two, 8192) - shapes.buffer_rows(plain, 8192) == 64 * 128
+    assert two.name != plain.name
+
+
+def test_a_placement_in_blocks_is_the_plain_kernel():
+    """So that a layer with the default placement shares its kernel."""
+    placed = KernelShape.from_config(QWEN3, 2, placement=Placement.contiguous(128, 2))
+    assert placed == KernelShape.from_config(QWEN3, 2)
+
+
+def test_a_placement_that_cannot_run_is_refused():
+    many = Placement.from_replicas([list(range(32))] * 256, 32)
+    with pytest.raises(UsageError, match="32 replicas in 256 slots of 32 ranks"):
+        KernelShape.from_config(QWEN3.replace(experts=256), 32, placement=many)
+    with pytest.raises(UsageError, match="placement of 8 experts on 2 ranks"):
+        KernelShape.from_config(QWEN3, 2, placement=Placement.from_replicas([[1, 0]] * 8, 2))
+
+
+def test_placement_tables():
+    """Ranks of every replica, then what every slot holds; missing replicas and empty slots are -1."""
+    placement = Placement.from_replicas([[1], [0, 1], [2, 1]], 3)
+    tables = shapes.placement_tables(placement, 2, 3).tolist()
+    assert tables == [1, -1, 0, 1, 2, 1, 2, -1, -1, 0, 3, 5, 4, -1, -1]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -53,13 +118,22 @@ def test_heap_formula():
         ({"top_k": 9}, "top_k=9"),
         ({"shared_intermediate": 100}, "shared_intermediate=100"),
         ({"num_groups": 64, "top_groups": 8}, "num_groups=64"),
-        ({"layout": "fixed"}, "layout"),
-        ({"capacity_factor": 1.0}, "capacity_factor"),
+        ({"layout": "fixed"}, r"layout='fixed' \(never seen right"),
+        ({"capacity_factor": 1.0}, r"capacity_factor=1.0 \(never seen right"),
     ],
 )
 def test_what_the_kernel_lacks_is_refused_by_name(change, word):
     with pytest.raises(UsageError, match=word):
         KernelShape.from_config(QWEN3.replace(**change), 2)
+
+
+def test_what_was_never_seen_right_is_refused_unless_asked_for(monkeypatch):
+    """Put-with-signal likewise; with the variable it compiles."""
+    with pytest.raises(UsageError, match=r"transport='put_signal' \(never seen right"):
+        KernelShape.from_config(QWEN3, 2, transport="put_signal")
+    monkeypatch.setenv("MOE_REF_UNPROVEN", "1")
+    assert KernelShape.from_config(QWEN3, 2, transport="put_signal").put
+    assert KernelShape.from_config(QWEN3.replace(layout="fixed"), 2).fixed
 
 
 def test_more_ranks_than_experts_is_refused():
@@ -111,17 +185,19 @@ def test_planner_threads(parts_of):
     assert np.log2(width) % 1 == 0
 
 
-def test_local_counters_do_not_overlap():
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("change", [{}, {"layout": "fixed"}])
+def test_local_counters_do_not_overlap(change):
     """Every local counter of a call has words of its own, inside the side's words."""
     from types import SimpleNamespace
 
     from moe_fast.kernel import scheduler, signals
 
-    config = QWEN3.replace(shared_intermediate=512, max_tokens=300)
-    shape, blocks, side_words = KernelShape.from_config(config, 2), 132, 0
-    side_words = shapes.counter_words(shape, 300, blocks)
-    rows = shapes.buffer_rows(shape, 300)
-    tiles = rows // 128
+    config = QWEN3.replace(shared_intermediate=512, max_tokens=300, **change)
+    k, blocks = KernelShape.from_config(config, 2), 132
+    side_words = shapes.counter_words(k, 300, blocks)
+    rows = shapes.buffer_rows(k, 300)
+    tiles = shapes.most_tiles(k, 300)
     a = SimpleNamespace(rows=rows, token_tiles=-(-300 // shapes.TOKEN_TILE), counter_words=side_words, max_tokens=300)
     single = list(range(shapes.COUNTER_WORDS))
     per_tile = [
@@ -129,15 +205,15 @@ def test_local_counters_do_not_overlap():
         for tile in range(tiles)
         for f in (
             signals.done_word,
-            lambda t: scheduler.ready_at(a, 0, t),
-            lambda t: scheduler.ready_at(a, 1, t),
+            lambda t: scheduler.ready_at(k, a, 0, t),
+            lambda t: scheduler.ready_at(k, a, 1, t),
             lambda t: shapes.COUNTER_WORDS + 3 * tiles + t,
-            lambda t: signals.returned_word(a, t),
+            lambda t: signals.returned_word(k, a, t),
         )
     ]
-    combined = [signals.combined_word(a, t) for t in range(a.token_tiles)]
-    taken = [scheduler.taken_at(a, p) for p in range(blocks)]
-    mails = [2 * scheduler.mail_at(a, blocks, p) + half for p in range(blocks) for half in (0, 1)]
+    combined = [signals.combined_word(k, a, t) for t in range(a.token_tiles)]
+    taken = [scheduler.taken_at(k, a, p) for p in range(blocks)]
+    mails = [2 * scheduler.mail_at(k, a, blocks, p) + half for p in range(blocks) for half in (0, 1)]
     shared = [f(a, t) for t in range(3) for f in (signals.shared_done, signals.shared_returned)]
     every = single + per_tile + combined + taken + mails + shared
     assert len(set(every)) == len(every)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from moe_fast import unfused
 from moe_ref import MoEConfig, MoELayer
+from moe_ref.balance import schedule
 from moe_ref.definition import relative_error
 from moe_ref.errors import UsageError
 from moe_ref.gate import Routing
+from moe_ref.placement import Placement
 
 
 def layers(**changes) -> tuple[MoELayer, unfused.ChainWeights]:
@@ -90,7 +93,7 @@ def test_gradients_are_the_references(changes):
 def test_what_the_chain_lacks_is_named(change):
     layer, _ = layers(**change)
     with pytest.raises(UsageError, match=next(iter(change))):
-        unfused.check_layer(layer, "unfused", unfused.unsupported(layer.config))
+        unfused.check_layer("unfused", unfused.unsupported(layer.config))
 
 
 def test_several_simulated_ranks_are_refused():
@@ -104,3 +107,30 @@ def test_backends_say_why_they_cannot_run():
 
     assert "CUDA device" in str(unfused.UnfusedBackend().unavailable())
     assert "CUDA device" in str(FusedBackend().unavailable())
+
+
+def test_planned_routes_order_rows_by_slot_then_source():
+    """Under a plan, what a rank receives and arranges is what the reference's dispatch holds."""
+    placement = Placement.from_replicas([[0, 2], [1], [2, 1, 0], [0, 1], [2]], 3)
+    g = torch.Generator().manual_seed(2)
+    ids = [torch.randint(-1, 5, (20 + p, 2), generator=g) for p in range(3)]
+    counts = np.stack([np.bincount(i[i >= 0].flatten(), minlength=5) for i in ids])
+    plan = schedule(counts, placement)
+    routes = [unfused._planned_routes(i, plan, p) for p, i in enumerate(ids)]
+    quota_PGX = plan.quota_by_slot()
+    for rank in range(3):
+        received = []
+        for source in range(3):
+            begin = sum(routes[source].send[:rank])
+            mine = routes[source].order_N[begin : begin + routes[source].send[rank]]
+            assert len(mine) == routes[rank].receive[source]
+            received += [(source, int(route)) for route in mine]
+        arranged = [received[int(i)] for i in routes[rank].arrange_N]
+        first = 0
+        for slot, end in enumerate(routes[rank].ends_X.tolist()):
+            expert, part = placement.experts_of_rank[rank][slot], arranged[first:end]
+            assert [s for s, _ in part] == [s for s in range(3) for _ in range(quota_PGX[s, rank, slot])]
+            assert all(int(ids[s].flatten()[route]) == expert for s, route in part)
+            assert part == sorted(part)
+            first = end
+        assert first == len(arranged)

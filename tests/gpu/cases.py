@@ -7,6 +7,7 @@ runs all S with a routing each, so that over the shapes each S meets each routin
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from importlib.util import find_spec
 
 from harness import ROUTINGS, Case
@@ -40,6 +41,7 @@ FORMS = (
 )
 """Expert forms; a clamped one has its own activation."""
 SIZES = ((512, 256), (1024, 384), (256, 512))
+REPLICAS = ("none", "two", "mixed")
 TOKENS = (0, 1, 45, 127, 128, 129, 1000, 4096)
 TRAINED = tuple(TrainJob(backend="fused", dtype=dtype, balance=0.0).model.moe for dtype in ("bfloat16", "float16"))
 """MoE layers of a training run with its default sizes."""
@@ -68,12 +70,12 @@ def pairwise(axes: list[tuple]) -> list[tuple]:
     return rows
 
 
-SHAPES = pairwise([ACTIVATIONS, DTYPES, TOP_K, EXPERTS, SCHEDULERS, GATES, SIZES, FORMS])
+SHAPES = pairwise([ACTIVATIONS, DTYPES, TOP_K, EXPERTS, SCHEDULERS, GATES, SIZES, FORMS, REPLICAS])
 
 
 def cases_of(number: int) -> list[Case]:
     """Every S of shape `number`, each with a routing, and a different S on the second rank."""
-    (activation, gated), dtype, top_k, experts, scheduler, gate, (hidden, intermediate), form = SHAPES[number]
+    (activation, gated), dtype, top_k, experts, scheduler, gate, (hidden, intermediate), form, replicas = SHAPES[number]
     scoring, renormalize, scale, bias, more = gate
     groups = more.get("num_groups", 1)
     # half of the groups, where they hold K experts
@@ -90,7 +92,7 @@ def cases_of(number: int) -> list[Case]:
             Case(
                 hidden, intermediate, experts, top_k, activation, gated, dtype, (tokens, other),
                 ROUTINGS[(i + number) % len(ROUTINGS)], scheduler, scoring, renormalize, scale, bias, form=form,
-                fp32_router=groups > 1 and dtype != "float32",
+                fp32_router=groups > 1 and dtype != "float32", replicas=replicas,
             )
         )  # fmt: skip
     return out
@@ -132,6 +134,23 @@ LAYERS = (
 )  # fmt: skip
 """Layers of the tests that go through MoELayer: what they change of H = 512, D = 256, E = 8, K = 2, bf16."""
 LAYER = {"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, "dtype": "bfloat16", "max_tokens": 4096}
+PLACED = [
+    replace(SMALL, replicas="two"),
+    replace(QWEN3, replicas="mixed", scheduler="os_block"),
+    replace(TINY, replicas="mixed", scheduler="tickets"),
+]
+LAYOUTS_ALONE = [
+    replace(SMALL, layout="fixed"),
+    replace(QWEN3, layout="fixed", capacity_factor=1.0, scheduler="os_block"),
+    replace(TINY, layout="fixed", capacity_factor=0.3, scheduler="tickets", replicas="two"),
+    replace(SHARED, capacity_factor=0.5, replicas="mixed"),
+]
+PUTS = [
+    replace(case, transport="put_signal")
+    for case in (SHARED, replace(QWEN3, scheduler="os_block"), replace(TINY, scheduler="tickets", replicas="mixed"))
+] + [replace(SMALL, transport="put_signal", layout="fixed", replicas="two")]
+PLACED_LAYERS = ({"layout": "fixed", "capacity_factor": 1.0}, {"capacity_factor": 0.5, "shared_intermediate": 320})
+"""What layers with replicas and a capacity change of LAYER."""
 UNEVEN = [
     Case(512, 256, 5, 2, "silu", True, "bfloat16", (1000, 1), scheduler="spare_warps"),
     Case(256, 512, 61, 4, "gelu", False, "float16", (45, 129), scheduler="os_block"),
@@ -174,17 +193,26 @@ BLOCKS = dict.fromkeys(
 
 def all_shapes(ranks: int, trace: bool = True) -> list:
     """Every kernel the GPU tests need, for compiling ahead of time."""
-    from dataclasses import replace
-
     from moe_fast.kernel.shapes import SCHEDULERS, KernelShape
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *UNEVEN]
-    cases += [*FAMILY_SIZES, SHARED] + ([LARGE] if ranks == 1 else [])
+    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE] + ([LARGE] if ranks == 1 else [])
+    if ranks > 1:
+        cases += PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
+        cases += [replace(SMALL, replicas="mixed"), *PUTS]
     shapes = [c.shape(ranks) for c in cases]
     layers = [MoEConfig(**{**LAYER, **changes}) for changes in LAYERS]
     shapes += [KernelShape.from_config(c, ranks, "spare_warps") for c in layers]
     shapes += [KernelShape.from_config(layers[4], ranks, "spare_warps", fp32_router=True)]
+    some = replace(SMALL, replicas="mixed").placement(ranks)
+    for changes in ({}, {"capacity_factor": 0.7}, *PLACED_LAYERS):
+        config = MoEConfig(**{**LAYER, **changes})
+        placement = None if changes == {"capacity_factor": 0.7} else some
+        shapes.append(KernelShape.from_config(config, ranks, "spare_warps", placement=placement))
+    if ranks > 1:
+        placement = replace(SMALL, replicas="two").placement(ranks)
+        shapes.append(KernelShape.from_config(MoEConfig(**LAYER), ranks, "spare_warps", placement=placement))
     shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in TRAINED]
     if ranks == 1 and find_spec("transformers"):
         from hf_models import make_config

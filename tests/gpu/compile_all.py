@@ -1,4 +1,5 @@
-"""Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [bench] [trace]."""
+"""Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [bench] [trace]
+[balance] [transports]."""
 
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ def main() -> None:
     import cases
 
     from moe_fast.bench import LAYERS
-    from moe_fast.kernel.shapes import KernelShape
+    from moe_fast.kernel.shapes import TRANSPORTS, KernelShape
 
     shapes, what = [], sys.argv[2:]
     for ranks in map(int, sys.argv[1].split(",")):
@@ -31,6 +32,21 @@ def main() -> None:
                     shapes.append(KernelShape.from_config(config, ranks, scheduler))
                 if "trace" in what:
                     shapes.append(KernelShape.from_config(config, ranks, scheduler, trace=True))
+    if "balance" in what:
+        from moe_fast.variants import spread
+
+        for name in ("paper-e8", "paper-e32"):
+            config = LAYERS[name]
+            shapes.append(KernelShape.from_config(config, 2, "spare_warps"))
+            for trace in (False, True):
+                placement = spread(config.experts, 2, 2)
+                shapes.append(KernelShape.from_config(config, 2, "spare_warps", trace, placement=placement))
+    if "transports" in what:
+        for name in ("paper-e8", "qwen3"):
+            fixed = LAYERS[name].replace(layout="fixed", capacity_factor=2.0)
+            shapes.append(KernelShape.from_config(fixed, 2, "spare_warps"))
+            for transport in TRANSPORTS:
+                shapes.append(KernelShape.from_config(LAYERS[name], 2, "spare_warps", transport=transport))
     shapes = list(dict.fromkeys(shapes))
     start = time.time()
     with multiprocessing.get_context("spawn").Pool(min(len(shapes), os.cpu_count() or 1)) as pool:

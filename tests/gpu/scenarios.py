@@ -37,7 +37,8 @@ def launcher(case: Case, inputs: harness.Inputs, **more):
     """A function without arguments that enqueues one call of this rank."""
     engine = engine_for(case)
     rank, _ = rank_and_size()
-    return lambda: harness.launch(engine, inputs, rank, **more)
+    weights = inputs.chain(inputs.placement.experts_of_rank[rank])
+    return lambda: harness.launch(engine, inputs, rank, weights=weights, **more)
 
 
 def agree(flag: bool) -> bool:
@@ -90,7 +91,10 @@ def repeat() -> dict:
 
     Then each is made again alone; every result must have the same bits. Without and with a shared expert.
     """
-    return {"plain": repeat_case(cases.SMALL), "shared expert": repeat_case(cases.SHARED)}
+    out = {"plain": repeat_case(cases.SMALL), "shared expert": repeat_case(cases.SHARED)}
+    if rank_and_size()[1] > 1:
+        out["replicas"] = repeat_case(replace(cases.SMALL, replicas="mixed"))
+    return out
 
 
 def repeat_case(case: Case) -> dict:
@@ -98,6 +102,7 @@ def repeat_case(case: Case) -> dict:
     case = replace(case, routing="gate")
     engine = engine_for(case)
     inputs = make_inputs(replace(case, tokens=(4096,)), seed=5)
+    weights = inputs.chain(inputs.placement.experts_of_rank[rank])
     generator = torch.Generator().manual_seed(11)
     kinds = ("uniform", "zipf", "one_expert", "one_rank", "masked", "duplicates")
     device = inputs.x[rank].device
@@ -116,7 +121,7 @@ def repeat_case(case: Case) -> dict:
         plans.append((inputs.x[rank][start : start + tokens[rank]], ids, weight))
 
     def call(plan):
-        return harness.launch(engine, inputs, rank, plan[0], expert_SK=plan[1], weight_SK=plan[2])
+        return harness.launch(engine, inputs, rank, plan[0], weights, expert_SK=plan[1], weight_SK=plan[2])
 
     engine.poison()
     together = [call(plan) for plan in plans]
@@ -132,6 +137,176 @@ def repeat_case(case: Case) -> dict:
         assert bool(torch.isfinite(alone).all()), f"call {number} isn't finite"
     assert not different, f"calls {different[:10]} have other bits back to back than alone"
     return {"calls": len(plans), "bit_identical": True}
+
+
+def solving() -> dict:
+    """The solver on the device against `moe_ref.balance`: 1,000 random batches, same quotas; how long a solve takes."""
+    import numpy as np
+    from solving import DeviceSolver
+
+    from moe_fast.kernel.shapes import KernelShape
+    from moe_ref import balance
+    from moe_ref.balance.loads import LoadModel
+    from moe_ref.placement import Placement
+
+    if rank_and_size()[0]:
+        return {}
+    plain = KernelShape.from_config(cases.SMALL.config, 1)
+    generator = np.random.default_rng(5)
+    out, count = {}, 0
+    for experts, ranks, most in ((8, 2, 2), (32, 2, 2), (128, 2, 2), (32, 8, 2), (64, 8, 3)):
+        sets = [
+            [generator.permutation(ranks)[: generator.integers(1, most + 1)] for _ in range(experts)] for _ in range(4)
+        ]
+        sets.append([[(e + e // ranks * j + j) % ranks for j in range(2)] for e in range(experts)])
+        sets[-1] = [pair if pair[0] != pair[1] else [pair[0], (pair[0] + 1) % ranks] for pair in sets[-1]]
+        placements = [Placement.from_replicas(one, ranks) for one in sets]
+        slots = max(placement.slots for placement in placements)
+        solver = DeviceSolver(replace(plain, experts=experts, ranks=ranks, replicas=most, placed_slots=slots))
+        for number, placement in enumerate(placements):
+            skew = (0.0, 0.5, 1.0, 1.2, 2.0)[number]
+            batches = np.stack(list(LoadModel(ranks, experts, skew, rows_per_rank=16384, seed=number).batches(40)))
+            if number == 0:
+                batches[generator.random(batches.shape) < 0.3] = 0
+            quota, times = solver.plan(batches, placement)
+            for batch, got in zip(batches, quota, strict=True):
+                want = balance.schedule(batch, placement).quota_PED
+                assert np.array_equal(got[..., : want.shape[2]], want), f"{placement}: {batch.tolist()}"
+                assert not got[..., want.shape[2] :].any(), "rows for a replica that isn't there"
+            count += len(batches)
+            key = f"E{experts} P{ranks} D{most} zipf {skew} {'two each' if number == 4 else 'random sets'}"
+            out[key] = [round(float(np.median(times)) / 1e3, 2), round(float(times.max()) / 1e3, 2)]
+    return {"plans": count, "microseconds_median_and_most": out}
+
+
+def sweep(shapes: list[Case]) -> dict:
+    """Every S and routing for each of these cases; what was worst."""
+    worst: dict[str, float] = {}
+    failures, count = [], 0
+    for number, shape in enumerate(shapes):
+        for i, tokens in enumerate(cases.TOKENS):
+            routing = harness.ROUTINGS[(i + number) % len(harness.ROUTINGS)]
+            one = replace(shape, tokens=(tokens, cases.TOKENS[(i + 3) % len(cases.TOKENS)]), routing=routing)
+            message = ""
+            try:
+                errors = run_case(one, seed=i)
+                worst = {n: max(worst.get(n, 0.0), v) for n, v in errors.items()}
+            except (AssertionError, MegakernelTimeout, MegakernelInputError) as error:
+                message = f"{one}: {type(error).__name__}: {error}"
+                failures.append(message)
+                if isinstance(error, MegakernelTimeout):
+                    engine_for(one).recover()
+            assert agree("Timeout" not in message), message
+            count += 1
+    assert not failures, f"{len(failures)} of {count} cases: " + " | ".join(failures[:5])
+    return {"cases": count, "worst": {k: float(f"{v:.3g}") for k, v in worst.items()}}
+
+
+def placed() -> dict:
+    """Experts on several ranks: plans solved in the kernel and handed in, every S and routing, one GPU operation."""
+    from moe_ref import balance
+
+    rank, ranks = rank_and_size()
+    if ranks == 1:
+        raise RuntimeError("several ranks are needed: on one an expert has one place")
+    found = sweep(cases.PLACED)
+    # a plan that is handed in: the linear program's, and one that doesn't add up
+    one = replace(cases.SMALL, replicas="two", tokens=(700, 300), routing="zipf")
+    engine, inputs = engine_for(one), make_inputs(one)
+    plan = balance.schedule(plan_of(one, inputs).counts_PE, one.placement(ranks), method="lp")
+    quota = torch.from_numpy(plan.quota_PED).to(inputs.x[rank].device, torch.int32)
+    solved = launcher(one, inputs)()
+    engine.check()
+    given = launcher(one, inputs, quota_PED=quota)()
+    engine.check()
+    seen = engine.buffers(one.tokens[rank]).row_tiles
+    tiles = int((-(-plan.quota_by_slot().sum(axis=0)[rank] // 128)).sum())
+    assert seen == tiles, f"{seen} row tiles under the plan that was handed in, it has {tiles}"
+    assert torch.equal(given, solved), "the result depends on who computed a row"
+    wrong = quota.clone()
+    wrong[0, 3, 0] += 1
+    launcher(one, inputs, quota_PED=wrong)()
+    message = ""
+    try:
+        engine.check()
+    except MegakernelInputError as error:
+        message = str(error)
+    assert "add up" in message, f"a plan that doesn't add up was taken: {message!r}"
+    again = launcher(one, inputs)()
+    engine.check()
+    assert torch.equal(again, solved), "the call after a wrong plan differs"
+    call = launcher(one, inputs, out=again)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == 1, f"{len(names)} GPU operations: {names[:5]}"
+    return {**found, "gpu_operations": len(names)}
+
+
+def layouts() -> dict:
+    """The fixed layout and capacities: every S and routing; rows beyond a slot's capacity are refused, not lost."""
+    _, ranks = rank_and_size()
+    out = sweep(cases.LAYOUTS_ALONE)
+    # without a capacity factor a slot holds max_tokens rows of a source; an expert in both choices of a token is two
+    one = replace(cases.SMALL, layout="fixed", max_tokens=256, tokens=(256,), routing="uniform")
+    engine, inputs = engine_for(one), make_inputs(one)
+    good = launcher(one, inputs)()
+    engine.check()
+    wrong = make_inputs(one)
+    wrong.expert[ranks - 1].zero_()
+    launcher(one, wrong)()
+    message = ""
+    try:
+        engine.check()
+    except MegakernelInputError as error:
+        message = str(error)
+    assert "more rows" in message, f"512 rows went into 256 slots: {message!r}"
+    again = launcher(one, inputs)()
+    engine.check()
+    assert torch.equal(again, good), "the call after an overflow differs"
+    out["layers"] = compare_layers([{"placement": some_replicas(), **changes} for changes in cases.PLACED_LAYERS])
+    out["gradients"] = gradients_of({"capacity_factor": 0.7})
+    return {**out, "refused": message}
+
+
+def transports() -> dict:
+    """Put-with-signal forced: no peer's address is known, every remote row is counted on it, same bits as stores."""
+    rank, ranks = rank_and_size()
+    if ranks == 1:
+        raise RuntimeError("several ranks are needed: one has no peer to put to")
+    out = sweep(cases.PUTS)
+    for case in cases.PUTS:
+        one = replace(case, tokens=(700, 1000), routing="zipf")
+        puts, stores = engine_for(one), engine_for(replace(one, transport="stores"))
+        assert puts.heap.peers.count_nonzero() == 1, "a peer's address is known"
+        inputs = make_inputs(one)
+        before = puts.put_rows
+        y = launcher(one, inputs)()
+        puts.check()
+        rows, results = (now - then for now, then in zip(puts.put_rows, before, strict=True))
+        other = launcher(replace(one, transport="stores"), inputs)()
+        stores.check()
+        assert torch.equal(y, other), f"{one}: other bits than direct stores"
+        assert stores.put_rows == (0, 0), "a store counted as a put"
+        plan = plan_of(one, inputs)
+        sent = plan.quota_by_slot().sum(axis=2)
+        remote, returned = int(sent[rank].sum() - sent[rank, rank]), int(sent[:, rank].sum() - sent[rank, rank])
+        assert (rows, results) == (remote, returned), f"{rows}, {results} puts; {remote} rows, {returned} results"
+        out[f"{one.experts} experts{' replicas' if one.replicas != 'none' else ''} {one.layout}"] = [rows, results]
+    out["repeat"] = repeat_case(cases.PUTS[0])
+    return out
+
+
+def plan_of(case: Case, inputs: harness.Inputs):
+    """The plan of a case whose routing is handed in."""
+    from moe_ref import balance
+
+    _, ranks = rank_and_size()
+    c, placement = case.config, case.placement(ranks)
+    ids = [harness.within_capacity(one, c.capacity(len(one))) for one in inputs.expert]
+    counts = torch.stack([torch.bincount(i[i >= 0].flatten(), minlength=c.experts) for i in ids]).cpu().numpy()
+    return balance.schedule(counts, placement, method="flow" if placement.max_replicas > 1 else "plain")
 
 
 def graph() -> dict:
@@ -369,27 +544,40 @@ def traced() -> dict:
     return out
 
 
-def make_layer(backend: str, **changes):
+def make_layer(backend: str, placement=None, **changes):
     """A MoELayer on this process' GPU, on all ranks of the group."""
     from moe_ref import MoEConfig, MoELayer
     from moe_ref.world import DistributedWorld, SimulatedWorld
 
     world = DistributedWorld() if dist.is_initialized() else SimulatedWorld(1)
     config = MoEConfig(**{**cases.LAYER, **changes})
-    return MoELayer(config, backend=backend, world=world, device=torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    return MoELayer(config, backend=backend, world=world, placement=placement, device=device)
+
+
+def some_replicas():
+    """A placement of 8 experts with one and two replicas; None on one rank."""
+    _, ranks = rank_and_size()
+    return replace(cases.SMALL, replicas="mixed").placement(ranks) if ranks > 1 else None
 
 
 def layer() -> dict:
     """The backend behind a MoELayer: the differential harness against the reference and the unfused chain."""
+    return compare_layers([*cases.LAYERS, {"placement": some_replicas()}])
+
+
+def compare_layers(every: list[dict]) -> dict:
+    """See `layer`."""
     from moe_ref.diff import compare
 
     rank, _ = rank_and_size()
     out = {}
-    for number, changes in enumerate(cases.LAYERS):
+    for number, changes in enumerate(every):
         one = make_layer("fused", **changes)
         g = torch.Generator(device="cuda").manual_seed(rank)
         x = torch.randn(300 + 50 * rank, one.config.hidden, device="cuda", generator=g).to(one.config.torch_dtype)
-        for other in ("ref", "unfused"):
+        # the chain knows no capacity
+        for other in ("ref",) if one.config.capacity_factor else ("ref", "unfused"):
             report = compare("fused", other, one, [x])
             # The chain rounds the first product before the activation, the reference and the kernel after it: element
             # by element it differs by more than they do.
@@ -401,12 +589,51 @@ def layer() -> dict:
             ]
         _, stats = one(x, return_stats=True)
         assert int(stats.tokens_per_rank[rank]) == x.shape[0]
+        if one.config.capacity_factor:
+            one.backend = "ref"
+            _, wanted = one(x, return_stats=True)
+            assert stats.dropped == wanted.dropped > 0, f"{stats.dropped} dropped, the reference {wanted.dropped}"
     return out
 
 
 def training() -> dict:
     """Gradients through backend="fused" against float64, and against what the reference's own bf16 backward gets."""
-    return {str(changes): gradients_of(changes) for changes in (cases.LAYERS[0], *cases.LAYERS[3:5])}
+    out = {str(changes): gradients_of(changes) for changes in (cases.LAYERS[0], *cases.LAYERS[3:5])}
+    if rank_and_size()[1] > 1:
+        out["replicas"] = gradients_of({"placement": some_replicas()})
+        out["wrapper"] = replicated_training()
+    return out
+
+
+def replicated_training() -> dict:
+    """Three steps under the training wrapper with experts on all ranks: replicas keep the same bits, the loss falls."""
+    from moe_ref import MoEConfig, MoELayer
+    from moe_ref.train.replicated import Replicated
+    from moe_ref.world import DistributedWorld
+
+    rank, ranks = rank_and_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = MoEConfig(512, 256, 8, 2, dtype="bfloat16", max_tokens=4096)
+    one = MoELayer(config, backend="fused", device=device)
+    model = Replicated(one, replace(cases.SMALL, replicas="two").placement(ranks), DistributedWorld())
+    optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
+    g = torch.Generator(device="cuda").manual_seed(rank)
+    x = torch.randn(300, 512, device="cuda", generator=g).to(torch.bfloat16)
+    want = torch.randn(300, 512, device="cuda", generator=g).to(torch.bfloat16)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = (model(x).float() - want.float()).square().mean()
+        loss.backward()
+        model.synchronize()
+        optimizer.step()
+        losses.append(round(float(loss), 4))
+    assert losses[-1] < losses[0], losses
+    mine = [p.detach().view(torch.int16).cpu() for p in (one.up_parameter, one.down_proj)]
+    box: list = [None] * ranks
+    dist.all_gather_object(box, mine)
+    assert all(torch.equal(a, b) for other in box for a, b in zip(other, box[0], strict=True)), "replicas drifted"
+    return {"losses": losses}
 
 
 def gradients_of(changes: dict) -> dict:
@@ -732,8 +959,8 @@ def small() -> dict:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        special, uneven, repeat, graph, operations, wrong_input, refused, traced, layer, training, train_fused,
-        families, tf32, matrix, large, slow_start, replicas, timeout, small,
+        special, uneven, solving, placed, layouts, transports, repeat, graph, operations, wrong_input, refused, traced,
+        layer, training, train_fused, families, tf32, matrix, large, slow_start, replicas, timeout, small,
     )
 }  # fmt: skip
 
@@ -747,6 +974,8 @@ def main(names: list[str]) -> int:
     lines = []
     torch.backends.cuda.matmul.allow_tf32 = False
     if "RANK" in os.environ:
+        # layers of very different sizes share it
+        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(24 << 30))
         local = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
