@@ -118,6 +118,13 @@ def rank_and_size() -> tuple[int, int]:
 _engines: dict = {}
 
 
+def close_engines() -> None:
+    """Free every engine that is kept; collective."""
+    for engine in _engines.values():
+        engine.heap.close()
+    _engines.clear()
+
+
 def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
     """Engine of a case, kept: engines of one shape share buffers."""
     _, ranks = rank_and_size()
@@ -125,9 +132,7 @@ def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
     key = (shape, case.max_tokens)
     if key not in _engines:
         if len(_engines) >= 6:
-            for old in _engines.values():
-                old.heap.close()
-            _engines.clear()
+            close_engines()
         size = heap_regions(shape, case.max_tokens)[1]
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         heap = symmetric_heap(size, device, mapped=not shape.put) if ranks > 1 else local_heap(size, device)
