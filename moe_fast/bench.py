@@ -513,7 +513,7 @@ def growth_command(
     _join()
     results = growth.measure(repetitions, scheduler)
     description = "The paper's layer: ms per call, median, and three bounds; growth is against the row before."
-    _finish("How the cost grows", description, results, out, growth.render(results))
+    _finish(f"How the cost grows, GPUs: {place()[1]}", description, results, out, growth.render(results))
 
 
 @app.command("plot")

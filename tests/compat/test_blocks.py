@@ -197,3 +197,9 @@ def test_a_router_of_64_bits_stays_one(name: str) -> None:
         layer.router.weight += 1e-12
     back = to_transformers(layer, make_config(name))
     assert torch.equal(back.gate.weight, layer.router.weight)
+
+
+def test_buffers_are_sized_where_the_block_is_taken() -> None:
+    """max_tokens, layout and tile_rows are the layer's, not the block's."""
+    layer = from_transformers(make_block("mixtral"), max_tokens=77, tile_rows=16)
+    assert (layer.config.max_tokens, layer.config.tile_rows) == (77, 16)

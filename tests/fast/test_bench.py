@@ -114,3 +114,14 @@ def test_prediction_is_of_cells_that_were_not_fitted(tmp_path):
     assert found["worst_error"] == errors[-1]
     assert found["median_error"] == pytest.approx(errors[len(errors) // 2], abs=1e-4)
     assert all(r["error"] == pytest.approx(r["simulated_ms"] / r["measured_ms"] - 1, abs=1e-3) for r in found["rows"])
+
+
+def test_the_recorded_cost_has_no_cliff():
+    """Against tokens and against experts; every cell says what it grew by."""
+    results = json.loads((RESULTS / "megakernel_growth_1gpu.json").read_text())
+    for name, values in (("tokens", growth.TOKENS), ("experts", growth.EXPERTS)):
+        rows = results[name]
+        assert tuple(r[name] for r in rows) == values
+        again = growth.with_growth([{k: v for k, v in r.items() if "growth" not in k} for r in rows])
+        assert [(r["growth"], r["bound_growth"]) for r in rows] == [(r["growth"], r["bound_growth"]) for r in again]
+        assert growth.cliffs(rows) == []
