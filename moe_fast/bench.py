@@ -40,6 +40,7 @@ from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_ref.config import MoEConfig
 from moe_ref.environment import local_rank_from_environment, world_size_from_environment
 from moe_ref.errors import CheckFailed, UsageError
+from moe_ref.limits import regular_file_size
 from moe_ref.results import provenance, write_results
 
 SLEEP_CYCLES = 2_500_000
@@ -474,8 +475,20 @@ def table_command(
     as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
 ) -> None:
     """Show a result file."""
-    results = json.loads(path.read_text())
+    results = _read_results(path)
     print(json.dumps(with_targets(results)) if as_json else render(results))
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    regular_file_size(path, "results that `bench run --out` wrote")
+    try:
+        results = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} can't be read as JSON: {error}") from error
+    rows = results.get("rows") if isinstance(results, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and {"layer", "ms", "gpus"} <= set(r) for r in rows):
+        raise UsageError(f"{path} holds no rows of a benchmark, expected results that `bench run --out` wrote")
+    return results
 
 
 def _finish(title: str, description: str, body: dict[str, Any], out: Path | None, text: str) -> None:

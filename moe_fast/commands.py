@@ -35,10 +35,11 @@ def compile_kernels(
     from moe_ref.console import err
     from moe_ref.console import out as console
 
+    counts = _rank_counts(ranks)
     shapes = [
-        KernelShape.from_config(one, int(count), name, fp32_router=fp32_router)
+        KernelShape.from_config(one, count, name, fp32_router=fp32_router)
         for one in _configs(config)
-        for count in ranks.split(",")
+        for count in counts
         for name in scheduler.split(",")
     ]
     kernels = []
@@ -67,17 +68,22 @@ def check_compiler() -> None:
 
 
 def _configs(path: Path | None) -> list[Any]:
-    from moe_ref.config import MoEConfig
-
     if path is None:
         from moe_fast.bench import LAYERS
 
         return list(LAYERS.values())
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} can't be read as JSON: {error}") from None
-    return [MoEConfig.from_dict(one) for one in (values if isinstance(values, list) else [values])]
+    from moe_ref.commands import read_configs
+
+    return read_configs(path)
+
+
+def _rank_counts(text: str) -> list[int]:
+    counts = []
+    for word in text.split(","):
+        if not word.strip().isdecimal() or int(word) < 1:
+            raise UsageError(f"--ranks has {word!r}, expected numbers of at least 1, separated by commas")
+        counts.append(int(word))
+    return counts
 
 
 def bench(context: typer.Context) -> None:

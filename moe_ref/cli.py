@@ -31,6 +31,10 @@ from moe_ref.limits import printable
 _CLICK_EXCEPTION: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"moe-ref {__version__}")
@@ -113,6 +117,8 @@ def main(argv: list[str] | None = None) -> None:
         # Not standalone: usage errors come to us, to be one line like all others. What is returned is an exit code.
         code = app(arguments or ["--help"], prog_name="moe-ref", standalone_mode=False, obj={"debug": debug})
         sys.stdout.flush()
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt  # Typer swallows it and hands back the code
     except BaseException as error:
         raise SystemExit(exit_code(error, debug)) from None
     raise SystemExit(code if isinstance(code, int) else 0)
@@ -126,7 +132,7 @@ def exit_code(error: BaseException, debug: bool) -> int:
         return 0
     if isinstance(error, (typer.Abort, KeyboardInterrupt)):
         err.print("interrupted")
-        return 130
+        return INTERRUPTED
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0

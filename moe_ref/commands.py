@@ -178,13 +178,32 @@ def read_config(path: Path) -> MoEConfig:
     Raises:
         UsageError: the file is missing, no JSON object, or its fields don't make a config.
     """
-    size = regular_file_size(path, "a JSON file of config fields")
+    return _make_config(path, _read_json(path, "a JSON file of config fields"))
+
+
+def read_configs(path: Path) -> list[MoEConfig]:
+    """Configs from a JSON file: one object of config fields, or a list of such objects.
+
+    Raises:
+        UsageError: as `read_config`; the list is empty.
+    """
+    values = _read_json(path, "a JSON file of config fields, or of a list of them")
+    if values == []:
+        raise UsageError(f"--config {path} holds an empty list, expected objects of config fields")
+    return [_make_config(path, one) for one in (values if isinstance(values, list) else [values])]
+
+
+def _read_json(path: Path, what: str) -> Any:
+    size = regular_file_size(path, what)
     if size > MAX_CONFIG_BYTES:
         raise UsageError(f"--config {path} has {size} bytes, expected a few hundred and at most {MAX_CONFIG_BYTES}")
     try:
-        values = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path} can't be read as JSON: {error}") from error
+
+
+def _make_config(path: Path, values: Any) -> MoEConfig:
     if not isinstance(values, dict):
         raise UsageError(f"--config {path} holds a {type(values).__name__}, expected an object of config fields")
     try:

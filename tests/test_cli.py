@@ -123,6 +123,15 @@ def test_empty_file_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture) ->
     assert "is empty; expected a file of at least one byte" in err
 
 
+def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_ref.commands.run_job", interrupted)
+    code, out, err = run("run --tokens 8", capfd)
+    assert (code, out, err.strip()) == (130, "", "interrupted")
+
+
 def test_torchrun_world_and_ranks_must_agree(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from moe_fast import growth, prediction
 from moe_fast.backend import deadline_s
 from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, with_targets
+from moe_ref import cli
 from moe_ref.errors import UsageError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -125,3 +126,17 @@ def test_the_recorded_cost_has_no_cliff():
         again = growth.with_growth([{k: v for k, v in r.items() if "growth" not in k} for r in rows])
         assert [(r["growth"], r["bound_growth"]) for r in rows] == [(r["growth"], r["bound_growth"]) for r in again]
         assert growth.cliffs(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("", "can't be read as JSON"), ("[]", "no rows"), ('{"rows": [1]}', "no rows")]
+)
+def test_a_file_of_something_else_is_no_table(text, wrong, tmp_path, capfd):
+    """One line, exit code 2."""
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "table", str(path)])
+    err = capfd.readouterr().err
+    assert (stopped.value.code, err.count("\n")) == (2, 1)
+    assert wrong in err

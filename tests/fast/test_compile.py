@@ -8,6 +8,7 @@ import pytest
 
 from moe_fast import compiler
 from moe_fast.kernel.shapes import KernelShape
+from moe_ref import cli
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
 from moe_ref.placement import Placement
@@ -132,3 +133,25 @@ def test_arguments_are_kept_in_place(tmp_path, monkeypatch):
     }
     assert [call._at[name].value for name in ("tokens", "x", "stream", "slots")] == [17, (1 << 45) + 16, 99, 4]
     assert ran == [call._packed]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["--ranks", "x"], "--ranks has 'x'"),
+        (["--ranks", "1,0"], "--ranks has '0'"),
+        (["--config", "/nowhere/c.json"], "no file /nowhere/c.json"),
+        (["--config", "empty"], "holds an empty list"),
+        (["--config", "numbers"], "holds a int"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments, wrong, tmp_path, monkeypatch, capfd):
+    """Before anything is compiled."""
+    (tmp_path / "empty").write_text("[]")
+    (tmp_path / "numbers").write_text("[1, 2]")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["compile", *arguments])
+    out, err = capfd.readouterr()
+    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
+    assert wrong in err
