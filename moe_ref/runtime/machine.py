@@ -6,7 +6,8 @@ or assumed.
 
 How well it fits, mean and largest relative error over the records: a persistent kernel's tiles 3 % and 7 % (5
 records), grouped products 7 % and 19 % (27), library chains 8 % and 28 % (27); the largest stand at 1024 tokens per
-rank. The fit is to these records themselves; no run was kept apart, and nothing but h200-2 was measured at all.
+rank. The fit is to these records themselves; no run was kept apart, and nothing but h200-2 was measured at all. On runs
+that were kept apart, of the finished megakernel: `python -m moe_fast.bench predict` and the lab notes.
 
 Letters: P ranks, H hidden, D intermediate, T tile rows.
 """

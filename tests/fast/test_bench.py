@@ -140,3 +140,15 @@ def test_a_file_of_something_else_is_no_table(text, wrong, tmp_path, capfd):
     err = capfd.readouterr().err
     assert (stopped.value.code, err.count("\n")) == (2, 1)
     assert wrong in err
+
+
+def test_the_recorded_predictions():
+    """Every second cell of both benchmark results; what is said about the errors is theirs, and they are small."""
+    found = json.loads((RESULTS / "simulator_prediction.json").read_text())
+    cells = [(name, gpus, s) for gpus in (1, 2) for name in LAYERS for s in TOKENS[name]]
+    assert [(r["layer"], r["gpus"], r["tokens"]) for r in found["rows"]] == cells[1::2]
+    errors = sorted(abs(r["error"]) for r in found["rows"])
+    assert found["median_error"] == pytest.approx(errors[len(errors) // 2], abs=1e-4)
+    assert found["worst_error"] == pytest.approx(errors[-1], abs=1e-4)
+    assert found["median_error"] <= 0.15
+    assert found["worst_error"] <= 0.30
