@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moe_fast import unfused
 from moe_fast.engine import Engine, router_parts
 from moe_fast.heap import all_mapped, local_heap, symmetric_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions, proven, unsupported
+from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
@@ -63,7 +63,7 @@ def engine_for(layer: MoELayer, scheduler: str | None = None, transport: str | N
         placement=layer.placement,
         transport="stores" if transport == "auto" else transport,
     )
-    if transport == "auto" and proven("put_signal"):
+    if transport == "auto":
         size = heap_regions(replace(shape, transport="put_signal"), layer.config.max_tokens)[1]
         shape = replace(shape, transport=choose_transport(device, ranks, group, size))
     key = (shape, layer.config.max_tokens, device, id(group))

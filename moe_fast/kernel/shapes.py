@@ -10,7 +10,6 @@ R rows of the dispatch buffer, T tile rows.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -58,9 +57,6 @@ TOKEN_TILE = 32
 """Tokens that a spare warp looks at together for the combine: one per lane, one word of claim bits."""
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
 TRANSPORTS = ("stores", "put_signal")
-UNPROVEN = ("fixed", "capacity", "put_signal")
-"""What compiles but was never seen right on a GPU: refused by name unless MOE_REF_UNPROVEN is 1, as the GPU tests that
-cover it set. Whoever has seen those tests pass takes it out of here."""
 PACKET_TAIL = 128
 """With put-with-signal a row is a packet: the row, then its home, padded to this many bytes for the TMA's sake."""
 PLAN_WORDS = 16
@@ -156,8 +152,6 @@ class KernelShape:
             problems.append(f"scheduler={scheduler!r} is not one of {', '.join(SCHEDULERS)}")
         if transport not in TRANSPORTS:
             problems.append(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if transport == "put_signal" and not proven("put_signal"):
-            problems.append(f"transport='put_signal' ({NEVER_SEEN})")
         if problems:
             raise UsageError(
                 'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
@@ -406,14 +400,6 @@ class KernelShape:
         return rank * base + min(rank, extra)
 
 
-NEVER_SEEN = "never seen right on a GPU; MOE_REF_UNPROVEN=1 tries it"
-
-
-def proven(name: str) -> bool:
-    """Whether a feature may be used: seen right on a GPU, or asked for in spite of that."""
-    return name not in UNPROVEN or os.environ.get("MOE_REF_UNPROVEN") == "1"
-
-
 def dropped(expert):
     """What stands in the place of an expert whose capacity was full: negative, like any masked route, and its own
     inverse, so that who was chosen can still be read. Traced by the kernel."""
@@ -425,10 +411,6 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     c, out = config, []
     if c.dtype not in DTYPES:
         out.append(f"dtype={c.dtype} (only {', '.join(DTYPES)})")
-    if c.layout == "fixed" and not proven("fixed"):
-        out.append(f"layout='fixed' ({NEVER_SEEN})")
-    if c.capacity_factor is not None and not proven("capacity"):
-        out.append(f"capacity_factor={c.capacity_factor} ({NEVER_SEEN})")
     if c.experts > MAX_EXPERTS:
         out.append(f"experts={c.experts} (at most {MAX_EXPERTS})")
     if c.top_k > MAX_TOP_K:

@@ -220,9 +220,7 @@ class Simulator:
         @cache
         def time(inner: int, columns: int, row_tiles: int, half: bool) -> float:
             rows = shape.tile_rows // 2 if half else shape.tile_rows
-            return speed * machine.gemm_time(
-                shape, inner, row_tiles, machine.tile_us, rows=rows, tasks=count * columns
-            )
+            return speed * machine.gemm_time(shape, inner, row_tiles, machine.tile_us, rows=rows, tasks=count * columns)
 
         first, second = {}, {}
         for i, tile in call.tiles[rank].items():

@@ -24,10 +24,12 @@ from moe_ref import balance
 from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
 
-# what this package refuses until tests like these have passed
-os.environ.setdefault("MOE_REF_UNPROVEN", "1")
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-3}
 """Relative error (Frobenius) of a buffer against fp32 arithmetic on the same rounded inputs."""
+GATE_TOLERANCE = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 3e-5}
+"""The same of the gate's weights. Logits of 16-bit inputs are exact products, summed in fp32. Those of fp32 inputs are
+three TF32 products each, so six times as many partial sums, and tensor cores cut sums off instead of rounding: 1.5e-5
+was seen."""
 ROUTINGS = ("gate", "uniform", "zipf", "one_expert", "one_rank", "masked", "duplicates")
 
 
@@ -345,7 +347,7 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
                 f"{mine[(off_SK > 1e-5).any(1)][0].tolist()}"
             )
             errors["weight"] = relative(got.weight_SK, gate_weights(case, logits, mine))
-            assert errors["weight"] < 1e-5, errors
+            assert errors["weight"] < GATE_TOLERANCE[dtype], errors
         all_ids = gather_ids(got.expert_SK, inputs, ranks)
     else:
         assert torch.equal(got.chosen_SK, inputs.expert[rank])

@@ -27,7 +27,7 @@ EVERYWHERE = (
     "special", "uneven", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
     "train_fused", "tf32", "matrix", "slow_start",
 )  # fmt: skip
-# The one that ends with a kernel's failure comes late; after it only what was never seen right (`shapes.UNPROVEN`).
+# The one that ends with a kernel's failure comes late.
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", "timeout", "layouts")
 TWO_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports")
 SCRIPT = Path(__file__).parent / "scenarios.py"
