@@ -50,10 +50,18 @@ def sanitize(tool: str) -> dict[str, Any]:
     if tool == "memcheck":
         (errors,) = re.findall(r"ERROR SUMMARY: (\d+) error", text)
         return {"errors": int(errors)}
+    return read_racecheck(text)
+
+
+def read_racecheck(text: str) -> dict[str, Any]:
+    """Counts of racecheck's summary, and which accesses each report names (offsets into the kernel's machine code)."""
     ((reported, errors, warnings),) = re.findall(
         r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", text
     )
-    found = {"reported": int(reported), "errors": int(errors), "warnings": int(warnings)}
+    lines = [line.lstrip("= ") for line in text.splitlines() if re.search(r"(Read|Write) access (by|at)", line)]
+    # the mangled name of the kernel is a paragraph of its own
+    accesses = [re.sub(r"\S*(\+0x[0-9a-f]+)", r"kernel\1", line) for line in lines]
+    found = {"reported": int(reported), "errors": int(errors), "warnings": int(warnings), "accesses": accesses}
     return {**found, "explanation": RACECHECK_SAYS} if found["reported"] == 1 else found
 
 
