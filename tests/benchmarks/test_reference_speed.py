@@ -3,7 +3,7 @@
     pytest tests/benchmarks -s
 
 S = 2048, H = 512, D = 1024, E = 32, K = 4, fp32, gated, all cores; P = 1 and P = 4 (512 tokens per rank) with rows
-through the heap, same routing, gate left out on both sides. Time: shortest of nine interleaved repetitions (on a shared
+through the heap, same routing, gate left out on both sides. Time: shortest of 25 interleaved repetitions (on a shared
 machine noise only adds). Memory: peak resident set of a fresh process during three forwards, weights included; beside
 it what the forwards added.
 """
@@ -86,7 +86,7 @@ def test_speed_and_memory(capsys) -> None:
         expected = jobs["loop"]()
         for name in LIMITS:
             torch.testing.assert_close(jobs[name](), expected, rtol=1e-4, atol=1e-5)
-        for _ in range(9):
+        for _ in range(25):
             for name, forward in jobs.items():
                 start = time.perf_counter()
                 forward()
