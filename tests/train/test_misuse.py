@@ -108,10 +108,12 @@ def test_another_optimiser_that_clears_gradients_itself() -> None:
     training = make()
     plain = torch.optim.SGD(training.parameters(), lr=0.1)
     for set_to_none in (True, False, True):
+        before = [value.detach().clone() for value in training.parameters()]
         backward(training)
         training.synchronize(5.0)
         plain.step()
         plain.zero_grad(set_to_none=set_to_none)
+        assert any(not torch.equal(a, b) for a, b in zip(before, training.parameters(), strict=True))
 
 
 def test_weights_that_somebody_else_wrote() -> None:
