@@ -297,7 +297,9 @@ print("all checks passed")
 #     [`signals`][moe_fast.kernel.signals], [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan],
 #     [`dispatch`][moe_fast.kernel.dispatch], [`subscriber`][moe_fast.kernel.subscriber],
 #     [`scheduler`][moe_fast.kernel.scheduler], [`processor`][moe_fast.kernel.processor],
-#     [`gemm`][moe_fast.kernel.gemm], [`combine`][moe_fast.kernel.combine], [`megakernel`][moe_fast.kernel.megakernel].
+#     [`gemm`][moe_fast.kernel.gemm], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
+#     [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
+#     [`megakernel`][moe_fast.kernel.megakernel].
 #
 # ## Exercises
 #

@@ -10,7 +10,9 @@ dispatch    rows to their owners
 scheduler   which task comes next: an ordered list, or the Scheduler with its mailboxes
 subscriber  arrivals become ready tasks
 gemm        TMA loads, the wgmma main loop, the epilogue
-processor   the roles of a processor block, put together
+processor   what the roles of a processor block say to each other: task words, completion
+loader, storer, spare, consumer
+            the roles of a processor block: one warp each, and two warpgroups of consumers
 combine     the weighted sum of a token's results
 megakernel  host entry point (descriptors, launch) and the kernel that hands the warps their roles
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, TFloat32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, TFloat32
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
@@ -41,6 +41,8 @@ LOWEST = 1 << 24
 PIECE = 4
 """Values that the epilogue rounds together."""
 LOG2E = 1.4426950408889634
+DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+"""A layer's dtype as the DSL's."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS
+from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS, KernelShape
 from moe_ref.layout import ROUNDS, SIDES
 from moe_ref.runtime.encoding import reached
 
@@ -266,6 +266,26 @@ class Phase:
     """What a traced event was, where it wasn't a task."""
 
     GATE, PLAN, LIST, PUSH, COMBINE, SOLVE = -1, -2, -3, -4, -5, -6
+
+
+@cute.jit
+def now(k: cutlass.Constexpr[KernelShape]) -> Int64:
+    """globaltimer in ns in traced variants, else 0."""
+    time = Int64(0)
+    if cutlass.const_expr(k.trace):
+        time = Int64(cute.arch.globaltimer())
+    return time
+
+
+@cute.jit
+def mark(
+    k: cutlass.Constexpr[KernelShape], a: Args, block: Int32, track: cutlass.Constexpr, start: Int64,
+    what: cutlass.Constexpr, me: Boolean,
+):  # fmt: skip
+    """In traced variants the thread `me` notes a phase."""
+    if cutlass.const_expr(k.trace):
+        if me:
+            note(a, block, track, start, Int64(what))
 
 
 @cute.jit

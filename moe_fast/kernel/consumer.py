@@ -1,0 +1,178 @@
+"""The two consumer warpgroups: gate, plan, send list, first rows, then products and their epilogues, then combine."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import warp
+
+from moe_fast.kernel import gate
+from moe_fast.kernel.combine import combine
+from moe_fast.kernel.dispatch import push_first, wait_list
+from moe_fast.kernel.gemm import (
+    DTYPES,
+    home_address,
+    multiply,
+    multiply_exactly,
+    pass_over,
+    return_rows,
+    store_chunks,
+    tiled_mma,
+)
+from moe_fast.kernel.plan import list_routes, make_plan, publish_list, sync_consumers, wait_plan
+from moe_fast.kernel.processor import filled_rows, take_word, unpack
+from moe_fast.kernel.shapes import SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape, PlanWord
+from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, home_of, mark, note, now, read
+from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
+
+
+@cute.jit
+def consume(
+    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
+    sC: cute.Tensor, sRest: cute.Tensor,
+    rows_memory: cute.Pointer, memory: cute.Pointer,
+    sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
+    chunk_full: cute.Pointer, chunk_empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer,
+    word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+    block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
+):  # fmt: skip
+    """The two consumer warpgroups, 256 threads."""
+    dtype = DTYPES[k.dtype]
+    lane = thread % 32
+    warp_id = cute.arch.make_warp_uniform(thread // 32)
+    group = cute.arch.make_warp_uniform(thread // 128)
+    gate_mma = tiled_mma(dtype, k.gate_columns)
+    gate_thr = gate_mma.get_slice(group * 128)
+    gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
+    gate_b = gate_mma.make_fragment_B(gate_thr.partition_B(sG))
+    if cutlass.const_expr(dtype is Float32):
+        gate_rest = gate_mma.make_fragment_A(gate_thr.partition_A(sRest))
+    logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
+    count = Int32(0)
+
+    # who goes where
+    if block < processors:
+        gate.stage_biases(k, dtype, a, scratch, thread)
+        for tile in range(block, token_tiles, processors):
+            start = now(k)
+            if a.given == 0:
+                if cutlass.const_expr(dtype is Float32):
+                    count = multiply_exactly(
+                        dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
+                        count, k.depth0, thread,
+                    )  # fmt: skip
+                else:
+                    count = multiply(
+                        dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
+                    )
+                gate.choose(k, a, logits, tile, scratch, thread)
+            else:
+                gate.take_given(k, a, tile, scratch, thread)
+            gate.rank_routes(k, a, side, tile, scratch, thread)
+            mark(k, a, block, 0, start, Phase.GATE, thread == 0)
+    if block == blocks - 1:
+        sync_consumers()
+        start = now(k)
+        make_plan(k, a, epoch, side, scratch, thread)
+        mark(k, a, block, 0, start, Phase.PLAN, thread == 0)
+    if thread == 0:
+        wait_plan(a, side, Role.GATE)
+    sync_consumers()
+    start = now(k)
+    if block < processors:
+        if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
+            for tile in range(block, token_tiles, processors):
+                list_routes(k, a, side, tile, thread)
+        publish_list(a, side, thread)
+    if thread == 0:
+        wait_list(a, side, processors)
+    sync_consumers()
+
+    mark(k, a, block, 0, start, Phase.LIST, thread == 0)
+
+    # the first rows, with all hands
+    start = now(k)
+    push_first(k, a, side, block * 8 + warp_id, blocks * 8, lane)
+    mark(k, a, block, 0, start, Phase.PUSH, thread == 0)
+
+    # the products; their addresses are worked out only here, for the gate has no register to spare
+    mma = tiled_mma(dtype)
+    thr = mma.get_slice(group * 128)
+    a_frag = mma.make_fragment_A(thr.partition_A(sA))
+    b_frag = mma.make_fragment_B(thr.partition_B(sB))
+    acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
+    copy = ()
+    if cutlass.const_expr(dtype is not Float32):
+        copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, mma))
+        thr_copy = tiled_copy.get_slice(thread)
+        shape = cute.shape(thr_copy.partition_S(sC))[:3]
+        copy = (tiled_copy, thr_copy.partition_D(sC), cute.make_rmem_tensor(shape, dtype))
+
+    number, parity, returns = Int32(0), Int32(0), Int32(0)
+    go = Boolean(block < processors)
+    while go:
+        word = take_word(k, slots, word_full, word_empty, number)
+        kind, row_tile, column = unpack(word)
+        go = kind != STOP
+        if go:
+            depth = Int32(k.depth1)
+            if kind == GEMM0:
+                depth = Int32(k.depth0)
+            routed = Boolean(True)
+            if cutlass.const_expr(k.shared_intermediate > 0):
+                routed = Int32(task_slot(word)) != SHARED_SLOT
+                if kind != GEMM0 and not routed:
+                    depth = Int32(k.shared_depth1)
+            filled = filled_rows(word)
+            # the wait for the first operands is not work
+            cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+            start = now(k)
+            home, place = Int32(0), Int32(0)
+            if kind != GEMM0 and routed:
+                # Asked for now, when the rows and their homes have arrived for sure, and first looked at after the
+                # product: a thread that used it here would hold its product up for the time of a load.
+                place = buffer_tile(k, a, row_tile) * TILE_ROWS + warp_id * 16 + lane % 16
+                home = home_of(k, a, side, place)
+            if group == 0 or filled > TILE_ROWS // 2:
+                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+            else:
+                count = pass_over(full, empty, count, depth)
+            if cutlass.const_expr(k.trace):
+                if thread == 0:
+                    note(a, block, 3, start, word)
+                if thread == 128:
+                    note(a, block, 4, start, word)
+            if kind == GEMM0:
+                store_chunks(
+                    k, dtype, group, parity, acc, copy, memory, chunk_full, chunk_empty,
+                    sBias + number % k.biases * TILE_COLUMNS, thread,
+                )  # fmt: skip
+                parity += k.chunks0 // 2
+            else:
+                row = warp_id * 16 + lane % 16
+                address = home_address(
+                    k, a, side, home, row < filled and routed, peers, row_tile * TILE_ROWS + row, place
+                )  # fmt: skip
+                if cutlass.const_expr(k.shared_intermediate > 0):
+                    if row < filled and not routed:
+                        token = Int64(row_tile * TILE_ROWS + row)
+                        address = a.shared_rows + token * (k.hidden * k.element_size)
+                return_rows(
+                    k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
+                    sBias + number % k.biases * TILE_COLUMNS, thread,
+                )  # fmt: skip
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(sent + returns % k.sent)
+                returns += 1
+            if cutlass.const_expr(k.trace):
+                if thread == 0:
+                    note(a, block, 0, start, word)
+        number += 1
+
+    start = now(k)
+    if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
+        combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
+    mark(k, a, block, 0, start, Phase.COMBINE, thread == 0)

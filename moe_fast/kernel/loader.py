@@ -1,0 +1,210 @@
+"""The loader warp: TMA loads of token tiles for the gate, then of every task's operands as soon as they are there."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from moe_fast.kernel.gemm import load_bias, load_logits, load_product
+from moe_fast.kernel.processor import filled_rows, take_word, unpack
+from moe_fast.kernel.shapes import HALF_COLUMNS, SHARED_SLOT, TILE_ROWS, KernelShape
+from moe_fast.kernel.signals import (
+    Args,
+    Role,
+    Wait,
+    arrived_word,
+    buffer_tile,
+    done_word,
+    read,
+    shared_done,
+    side_counters,
+    wait_reached,
+)
+from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
+
+
+@cute.jit
+def load(
+    k: cutlass.Constexpr[KernelShape], a: Args,
+    aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
+    aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
+    aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
+    aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
+    bias: tuple, shared: tuple, sA: cute.Tensor, sAh: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
+    sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
+    slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
+    side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
+):  # fmt: skip
+    """The loader warp."""
+    one = cute.make_layout(1)
+    pairs = []
+    for atom, tensor, box, smem in (
+        (aX, tX, (TILE_ROWS, k.line), sA),
+        (aRows, tRows, (TILE_ROWS, k.line), sA),
+        (aHidden, tHidden, (TILE_ROWS, k.line), sA),
+        (aRouter, tRouter, (k.gate_columns, k.line), sG),
+        (aRowsHalf, tRowsHalf, (TILE_ROWS // 2, k.line), sAh),
+        (aHiddenHalf, tHiddenHalf, (TILE_ROWS // 2, k.line), sAh),
+    ):
+        tiled = cute.local_tile(tensor, box, (None, None))
+        pairs.append(cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2)))
+    # A gated task takes gate rows and up rows, D apart: the up rows are the same tensor seen from row D on. Rows
+    # beyond the matrix are zeros (TMA), columns beyond D are not stored.
+    # Interleaved rows are two matrices in one tensor already.
+    tGate, tUp = tFirst, tFirst
+    if cutlass.const_expr(k.interleaved):
+        tGate, tUp = tFirst[(None, None, 0, None)], tFirst[(None, None, 1, None)]
+    elif cutlass.const_expr(k.gated):
+        tUp = cute.domain_offset((k.intermediate, 0, 0), tFirst)
+    for atom, tensor in ((aFirst, tGate), (aFirst, tUp), (aSecond, tSecond)):
+        tiled = cute.local_tile(tensor, (HALF_COLUMNS, k.line), (None, None, None))
+        pairs.append(cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2)))
+    (
+        (sX, gX),
+        (sRows, gRows),
+        (sHidden, gHidden),
+        (sRouter, gRouter),
+        (sRowsHalf, gRowsHalf),
+        (sHiddenHalf, gHiddenHalf),
+        (sFirst, gFirst),
+        (_, gUp),
+        (sSecond, gSecond),
+    ) = pairs
+    if cutlass.const_expr(k.expert_bias):
+        aFirstBias, tFirstBias, aSecondBias, tSecondBias = bias
+        tUpBias = tFirstBias
+        if cutlass.const_expr(k.gated and not k.interleaved):
+            tUpBias = cute.domain_offset((k.intermediate, 0), tFirstBias)
+        pairs = []
+        for atom, tensor in ((aFirstBias, tFirstBias), (aFirstBias, tUpBias), (aSecondBias, tSecondBias)):
+            tiled = cute.local_tile(tensor, (HALF_COLUMNS, 1), (None, None))
+            pairs.append(
+                cpasync.tma_partition(atom, 0, one, cute.group_modes(sBias, 0, 2), cute.group_modes(tiled, 0, 2))
+            )
+        (sFirstBias, gFirstBias), (_, gUpBias), (sSecondBias, gSecondBias) = pairs
+    if cutlass.const_expr(k.shared_intermediate > 0):
+        aSharedFirst, tSharedFirst, aSharedSecond, tSharedSecond, aSharedHidden, tSharedHidden = shared[:6]
+        aToken, tToken = shared[8:]
+        tSharedUp = tSharedFirst
+        if cutlass.const_expr(k.gated):
+            tSharedUp = cute.domain_offset((k.shared_intermediate, 0), tSharedFirst)
+        pairs = []
+        for atom, tensor, rows, smem in (
+            (aSharedFirst, tSharedFirst, HALF_COLUMNS, sBh),
+            (aSharedFirst, tSharedUp, HALF_COLUMNS, sBh),
+            (aSharedSecond, tSharedSecond, HALF_COLUMNS, sBh),
+            (aSharedHidden, tSharedHidden, TILE_ROWS, sA),
+            (aToken, tToken, TILE_ROWS, sA),
+        ):
+            tiled = cute.local_tile(tensor, (rows, k.line), (None, None))
+            pairs.append(
+                cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2))
+            )
+        (
+            (sSharedFirst, gSharedFirst),
+            (_, gSharedUp),
+            (sSharedSecond, gSharedSecond),
+            (sSharedHidden, gSharedHidden),
+            (sToken, gToken),
+        ) = pairs
+
+    count = Int32(0)
+    if a.given == 0:
+        for tile in range(block, token_tiles, processors):
+            # columns beyond E: TMA fills what is outside the router with zeros
+            count = load_logits(
+                k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter
+            )
+    counters = side_counters(a, side)
+    arrived = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4
+    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+    number = Int32(0)
+    go = Boolean(True)
+    while go:
+        word = take_word(k, slots, word_full, word_empty, number)
+        kind, row_tile, column = unpack(word)
+        go = kind != STOP
+        if go:
+            expert = Int32(task_slot(word))
+            low, high = column * 2, column * 2 + 1
+            if cutlass.const_expr(k.gated):
+                if kind == GEMM0:
+                    low, high = column, column
+            if cutlass.const_expr(k.expert_bias):
+                # the shared expert's slot lies outside the tensors: TMA brings zeros
+                if kind == GEMM0:
+                    first, second = low, high
+                    if cutlass.const_expr(k.interleaved):
+                        first, second = column * 2, column * 2 + 1
+                    load_bias(
+                        k, full, empty, count, aFirstBias, gFirstBias[(None, first, expert)],
+                        gUpBias[(None, second, expert)], sFirstBias, number % k.biases,
+                    )  # fmt: skip
+                else:
+                    load_bias(
+                        k, full, empty, count, aSecondBias, gSecondBias[(None, low, expert)],
+                        gSecondBias[(None, high, expert)], sSecondBias, number % k.biases,
+                    )  # fmt: skip
+            routed = Boolean(True)
+            if cutlass.const_expr(k.shared_intermediate > 0):
+                routed = expert != SHARED_SLOT
+                if not routed:
+                    if kind == GEMM0:
+                        # a token tile is read where it is, nobody has to send it
+                        count = load_product(
+                            k.depth0, full, empty, count, aToken, gToken[(None, row_tile, None)], sToken,
+                            aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
+                            sSharedFirst, asked, TILE_ROWS,
+                        )  # fmt: skip
+                    else:
+                        wait_reached(
+                            counters, shared_done(a, row_tile), Int32(k.shared_columns0), a, Role.LOADER,
+                            Wait.HIDDEN, row_tile, "gpu",
+                        )  # fmt: skip
+                        cute.arch.fence_proxy("async")
+                        count = load_product(
+                            k.shared_depth1, full, empty, count, aSharedHidden,
+                            gSharedHidden[(None, row_tile, None)], sSharedHidden, aSharedSecond,
+                            gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
+                            asked, TILE_ROWS,
+                        )  # fmt: skip
+            if routed:
+                if kind == GEMM0:
+                    tile = buffer_tile(k, a, row_tile)
+                    wait_reached(
+                        arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, row_tile,
+                        "sys",
+                    )  # fmt: skip
+                    cute.arch.fence_proxy("async")
+                    gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
+                    tile = side * (a.rows // TILE_ROWS) + tile
+                    if filled_rows(word) > TILE_ROWS // 2:
+                        count = load_product(
+                            k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
+                            sFirst, asked, TILE_ROWS,
+                        )  # fmt: skip
+                    else:
+                        count = load_product(
+                            k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)], sRowsHalf,
+                            aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2,
+                        )  # fmt: skip
+                else:
+                    wait_reached(
+                        counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile,
+                        "gpu",
+                    )  # fmt: skip
+                    cute.arch.fence_proxy("async")
+                    gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
+                    if filled_rows(word) > TILE_ROWS // 2:
+                        count = load_product(
+                            k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
+                            aSecond, gA, gB, sSecond, asked, TILE_ROWS,
+                        )  # fmt: skip
+                    else:
+                        count = load_product(
+                            k.depth1, full, empty, count, aHiddenHalf, gHiddenHalf[(None, row_tile * 2, None)],
+                            sHiddenHalf, aSecond, gA, gB, sSecond, asked, TILE_ROWS // 2,
+                        )  # fmt: skip
+        number += 1

@@ -1,0 +1,56 @@
+"""The spare warp: Scheduler and Subscribers in the first blocks; elsewhere it pushes rows, then combines early."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from moe_fast.kernel.combine import combine_early
+from moe_fast.kernel.dispatch import push_rest, wait_list
+from moe_fast.kernel.gemm import DTYPES
+from moe_fast.kernel.plan import wait_plan
+from moe_fast.kernel.scheduler import schedule
+from moe_fast.kernel.shapes import KernelShape, PlanWord
+from moe_fast.kernel.signals import Args, Phase, Role, mark, now, read, side_counters, write
+from moe_fast.kernel.subscriber import subscribe
+
+
+@cute.jit
+def spare(
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    block: Int32,
+    processors: Int32,
+    over: cute.Pointer,
+    lane: Int32,
+):
+    """The spare warp: zero the other side's counters, then schedule, subscribe, or push rows and combine."""
+    other = side_counters(a, 1 - side)
+    for i in range(block * 32 + lane, a.counter_words, processors * 32):
+        write(other, i, 0)
+    if wait_plan(a, side, Role.DISPATCH):
+        pushes = Boolean(True)
+        if cutlass.const_expr(k.scheduler == "spare_warps"):
+            row_tiles = read(a.plan, PlanWord.ROW_TILES)
+            if block == 0:
+                pushes = Boolean(False)
+                schedule(k, a, side, row_tiles, processors, lane)
+            elif block < 4:
+                pushes = Boolean(False)
+                subscribe(k, a, side, row_tiles, (block - 1) * 32 + lane)
+        if pushes:
+            wait_list(a, side, processors)
+            start = now(k)
+            push_rest(k, a, side, lane)
+            mark(k, a, block, 2, start, Phase.PUSH, lane == 0)
+            first = block
+            if cutlass.const_expr(k.scheduler == "spare_warps"):
+                first = block - 4
+            usable = Boolean(True)
+            if cutlass.const_expr(k.fixed):
+                # without a plan nobody has written where results come back
+                usable = read(a.plan, PlanWord.USABLE) != 0
+            if usable:
+                combine_early(k, DTYPES[k.dtype], a, side, first, processors - (block - first), over, block, lane)
