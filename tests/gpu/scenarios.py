@@ -882,6 +882,7 @@ def families() -> dict:
 
     from hf_models import block_on
 
+    from moe_fast.library_blocks import chosen_ids
     from moe_ref.compat import from_transformers
 
     device, out = torch.device("cuda", torch.cuda.current_device()), {}
@@ -890,14 +891,14 @@ def families() -> dict:
         exact = deepcopy(block).double()
         layer = from_transformers(block, backend="fused")
         with torch.no_grad():
-            ids, same = library_ids(block, x), library_ids(exact, x.double())
+            ids, same = chosen_ids(block, x), chosen_ids(exact, x.double())
             # tokens whose logits are too close for 16 bits to tell apart say nothing about us
             x = x[:, (ids == same).all(1)]
             assert x.shape[1] >= 400, f"{name}: only {x.shape[1]} tokens without near ties"
             wanted, theirs = library_output(exact, x.double()), library_output(block, x)
             y, stats = layer(x, return_stats=True)
             mine = stats.record.routing[0].expert_SK.sort(-1).values
-        assert torch.equal(mine, library_ids(block, x)), f"{name}: ids differ"
+        assert torch.equal(mine, chosen_ids(block, x)), f"{name}: ids differ"
         errors = {"fused": harness.relative(y, wanted), "library": harness.relative(theirs, wanted)}
         errors["between"] = harness.relative(y, theirs)
         assert errors["fused"] <= harness.TOLERANCE[torch.bfloat16], (name, errors)
@@ -938,12 +939,6 @@ def tf32() -> dict:
     slow = {name: found for name, found in out.items() if found["ratio"] > cases.TF32_TIMES[name]}
     assert not slow, slow
     return out
-
-
-def library_ids(block, x: torch.Tensor) -> torch.Tensor:
-    """What a block's router chooses, ids in ascending order."""
-    router = getattr(block, "gate", None) or block.router
-    return router(x.reshape(-1, x.shape[-1]))[2].sort(-1).values
 
 
 def library_output(block, x: torch.Tensor) -> torch.Tensor:
