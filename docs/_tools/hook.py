@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -13,12 +14,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from docs._tools.pages import Pages  # the folder of the project is on the path only from here on
 from docs._tools.render import TutorialFailed
 from docs._tools.results import ResultMissing
+from docs._tools.site_cache import SiteCache
 
 _made: list[Pages] = []
+_kept: list[SiteCache] = []
 
 
 def on_config(config):
     """Render everything first: the navigation needs the titles."""
+    if config.strict:
+        # With --quiet mkdocs drops warnings before strict mode has counted them.
+        logger = logging.getLogger("mkdocs")
+        logger.setLevel(min(logger.level, logging.WARNING))
     try:
         _made[:] = [Pages.make()]
         navigation = _made[0].navigation()
@@ -43,6 +50,7 @@ def on_files(files: Files, config) -> Files:
     """Add what is made."""
     for uri, content in _made[0].files().items():
         files.append(File.generated(config, uri, content=content))
+    _kept[:] = [SiteCache(config, (file.src_uri for file in files))]
     return files
 
 
@@ -52,3 +60,8 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         return _made[0].fill(markdown, page.file.src_uri)
     except ResultMissing as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
+
+
+def on_post_build(config) -> None:
+    """Keep what the next build can use."""
+    _kept.pop().close()

@@ -24,8 +24,8 @@ def offline() -> list[str]:
     return []
 
 
-def mkdocs_build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+def mkdocs_build(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """mkdocs build --strict without a network."""
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    command = [*offline(), sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    command = [*offline(), sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)

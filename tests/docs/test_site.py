@@ -61,6 +61,56 @@ def test_planted_mistakes_fail_the_build(name: str, project: Path, tmp_path_fact
     assert (done.returncode == 0) == (name == "nothing"), said[-2000:]
 
 
+def _bytes(site: Path) -> dict[str, bytes]:
+    """Content of every file, without the archive of the site map: its header holds the time."""
+    files = [path for path in site.rglob("*") if path.is_file() and path.suffix != ".gz"]
+    return {str(path.relative_to(site)): path.read_bytes() for path in files}
+
+
+def test_what_is_kept_is_used_and_only_while_its_sources_are_the_same(project: Path, tmp_path_factory) -> None:
+    def build() -> dict[str, bytes]:
+        site = tmp_path_factory.mktemp("kept")
+        done = mkdocs_build(project, site)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+        return _bytes(site)
+
+    module, home = project / "moe_ref" / "tiny.py", project / "docs" / "index.md"
+    home.write_text("# Home\n\nText with [a name][moe_ref.tiny.one].\n")
+    first = build()
+    assert b"One." in first["api/other.html"]
+    assert b'href="api/other.html#moe_ref.tiny.one"' in first["index.html"]
+    assert build() == first
+
+    # What a build takes from the cache and is marked there, is marked on the site.
+    for name, text in (("api", "One."), ("search", "Text with")):
+        path = project / ".cache" / "site" / f"{name}.json"
+        assert text in path.read_text()
+        path.write_text(path.read_text().replace(text, f"Kept. {text}"))
+    marked = build()
+    assert b"Kept. One." in marked["api/other.html"]
+    assert b"Kept. One." in marked["search/search_index.json"]  # its HTML has changed, so the page was read anew
+    assert b"Kept. Text with" in marked["search/search_index.json"]
+
+    module.write_text(module.read_text().replace("One.", "Two.") + "\n\nLIMIT = 3\n" + '"""A limit."""\n')
+    home.write_text("# Home\n\nOther text with [a name][moe_ref.tiny.LIMIT].\n")
+    changed = build()
+    assert b"Two." in changed["api/other.html"]
+    assert b"Kept" not in changed["api/other.html"] + changed["search/search_index.json"]
+    assert b'href="api/other.html#moe_ref.tiny.LIMIT"' in changed["index.html"]
+    assert b"Other text" in changed["search/search_index.json"]
+    assert b"LIMIT" in changed["search/search_index.json"]
+
+
+def test_a_mistake_in_a_docstring_fails_every_build(project: Path, tmp_path_factory) -> None:
+    (project / "docs" / "index.md").write_text("# Home\n")
+    module = project / "moe_ref" / "tiny.py"
+    module.write_text(module.read_text().replace("One.", "One, as [there](../gone.md)."))
+    for arguments in ((), (), ("--quiet",)):
+        done = mkdocs_build(project, tmp_path_factory.mktemp("mistake"), *arguments)
+        assert done.returncode != 0, arguments
+        assert "gone.md" in done.stdout + done.stderr, arguments
+
+
 # --- the site as files ---------------------------------------------------------------------------------------------
 
 
