@@ -1,7 +1,8 @@
 """The differential matrix: a pairwise covering of its axes, small enough to run in a minute.
 
-Axes that decide the compiled kernel (activation, dtype, K, E, scheduler, gate flavour) make SHAPES; every shape then
-runs all S with a routing each, so that over the shapes each S meets each routing. Nothing of that recompiles.
+Axes that decide the compiled kernel (activation, dtype, K, E, gate flavour, scheduler, expert form, replicas, layout,
+transport) make SHAPES; every shape then runs all S with a routing each, so that over the shapes each S meets each
+routing. Nothing of that recompiles.
 """
 
 from __future__ import annotations
@@ -42,40 +43,58 @@ FORMS = (
 """Expert forms; a clamped one has its own activation."""
 SIZES = ((512, 256), (1024, 384), (256, 512))
 REPLICAS = ("none", "two", "mixed")
+LAYOUTS = (("compact", None), ("fixed", 1.0), ("compact", 0.5))
+"""Layout and capacity factor; the fixed layout without one, whose buffers grow with E, is a scenario of its own."""
+TRANSPORTS = ("stores", "put_signal")
+"""Without peers both are stores: see `Case.shape`."""
 TOKENS = (0, 1, 45, 127, 128, 129, 1000, 4096)
 TRAINED = tuple(TrainJob(backend="fused", dtype=dtype, balance=0.0).model.moe for dtype in ("bfloat16", "float16"))
 """MoE layers of a training run with its default sizes."""
 
 
-def pairwise(axes: list[tuple]) -> list[tuple]:
-    """Rows that contain every pair of values of every two axes (greedy, deterministic)."""
-    left = {
-        (i, a, j, b)
-        for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2)
-        for a in range(len(first))
-        for b in range(len(second))
+def covering(axes: list[tuple], threes: tuple[int, ...] = ()) -> list[tuple]:
+    """Rows that contain every pair of values of every two axes, and every triple of any three of the axes `threes`.
+
+    Greedy and deterministic: a row begins with the first combination that is missing, then takes axis by axis the value
+    that brings the most missing ones.
+    """
+    groups = [*itertools.combinations(threes, 3), *itertools.combinations(range(len(axes)), 2)]
+    missing = {
+        tuple(zip(group, values, strict=True))
+        for group in groups
+        for values in itertools.product(*(range(len(axes[i])) for i in group))
     }
+
+    def brings(row: dict[int, int], axis: int) -> int:
+        known = (group for group in groups if axis in group and all(i in row for i in group))
+        return sum(tuple((i, row[i]) for i in group) in missing for group in known)
+
     rows = []
-    while left:
-        best, gain = None, -1
-        seed = min(left)
-        for trial in range(60):
-            row = [(trial * (2 * i + 3) + len(rows) * (i + 1)) % len(axis) for i, axis in enumerate(axes)]
-            row[seed[0]], row[seed[2]] = seed[1], seed[3]
-            covers = sum((i, row[i], j, row[j]) in left for i, j in itertools.combinations(range(len(axes)), 2))
-            if covers > gain:
-                best, gain = row, covers
-        left -= {(i, best[i], j, best[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
-        rows.append(tuple(axis[v] for axis, v in zip(axes, best, strict=True)))
+    while missing:
+        row = dict(min(missing, key=lambda one: (-len(one), one)))
+        for axis in sorted(range(len(axes)), key=lambda axis: -len(axes[axis])):
+            if axis not in row:
+                # ties take turns
+                values = [(len(rows) + i) % len(axes[axis]) for i in range(len(axes[axis]))]
+                gains = [brings({**row, axis: value}, axis) for value in values]
+                row[axis] = values[gains.index(max(gains))]
+        missing -= {tuple((i, row[i]) for i in group) for group in groups}
+        rows.append(tuple(axis[row[i]] for i, axis in enumerate(axes)))
     return rows
 
 
-SHAPES = pairwise([ACTIVATIONS, DTYPES, TOP_K, EXPERTS, SCHEDULERS, GATES, SIZES, FORMS, REPLICAS])
+AXES = [
+    ACTIVATIONS, DTYPES, TOP_K, EXPERTS, GATES, SIZES, SCHEDULERS, FORMS, REPLICAS, LAYOUTS, TRANSPORTS,
+]  # fmt: skip
+THREES = (6, 7, 8, 9, 10)
+"""Axes that decide who sends which rows where, and who computes them: every three values meet."""
+SHAPES = covering(AXES, THREES)
 
 
 def cases_of(number: int) -> list[Case]:
     """Every S of shape `number`, each with a routing, and a different S on the second rank."""
-    (activation, gated), dtype, top_k, experts, scheduler, gate, (hidden, intermediate), form, replicas = SHAPES[number]
+    (activation, gated), dtype, top_k, experts, gate, (hidden, intermediate), *rest = SHAPES[number]
+    scheduler, form, replicas, (layout, capacity_factor), transport = rest
     scoring, renormalize, scale, bias, more = gate
     groups = more.get("num_groups", 1)
     # half of the groups, where they hold K experts
@@ -93,6 +112,7 @@ def cases_of(number: int) -> list[Case]:
                 hidden, intermediate, experts, top_k, activation, gated, dtype, (tokens, other),
                 ROUTINGS[(i + number) % len(ROUTINGS)], scheduler, scoring, renormalize, scale, bias, form=form,
                 fp32_router=groups > 1 and dtype != "float32", replicas=replicas,
+                layout=layout, capacity_factor=capacity_factor, transport=transport,
             )
         )  # fmt: skip
     return out

@@ -106,9 +106,10 @@ class Case:
         return Placement.from_replicas([kinds[i % 3] if i else [0] for i in range(e)], ranks)
 
     def shape(self, ranks: int, trace: bool = False) -> KernelShape:
-        """The kernel of this case."""
+        """The kernel of this case; one rank has no peer to put to."""
+        transport = self.transport if ranks > 1 else "stores"
         return KernelShape.from_config(
-            self.config, ranks, self.scheduler, trace, self.fp32_router, self.placement(ranks), self.transport
+            self.config, ranks, self.scheduler, trace, self.fp32_router, self.placement(ranks), transport
         )
 
 
