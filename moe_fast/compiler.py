@@ -28,6 +28,8 @@ from moe_ref.errors import BackendUnavailable
 
 ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
+NVSHMEM_VERSION = "nvshmemi_device_lib_version_d"
+"""The constant of NVSHMEM's device library that holds its version."""
 SHARED_BYTES = 3072 + STAGES * (TILE_ROWS + TILE_COLUMNS) * LINE_BYTES + 2 * TILE_ROWS * LINE_BYTES
 """Most shared memory of a block: barriers, the task word and biases, pipeline stages, epilogue buffers."""
 
@@ -138,18 +140,27 @@ def cubin_of(data: bytes) -> bytes:
     raise ValueError("no device code (ELF for EM_CUDA) in this file")
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and stack frame of the kernel, read from the cubin's ELF sections."""
+def _sections(cubin: bytes) -> list[tuple[str, int, bytes]]:
+    """(name, index of the section that it links to, content) of every section of an ELF file."""
     (offset,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
-    names = cubin[sections[names_at][4] : sections[names_at][4] + sections[names_at][5]]
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
+    content = [cubin[header[4] : header[4] + header[5]] for header in headers]
+    return [(_text(content[names_at], h[0]), h[6], c) for h, c in zip(headers, content, strict=True)]
+
+
+def _text(table: bytes, at: int) -> str:
+    """A string of an ELF string table."""
+    return table[at : table.index(b"\0", at)].decode()
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack frame of the kernel, read from the cubin's ELF sections."""
     found = {"registers": 0, "stack_bytes": 0}
-    for section in sections:
-        name = names[section[0] : names.index(b"\0", section[0])].decode()
+    for name, _, info in _sections(cubin):
         if name != ".nv.info":
             continue
-        info, at = cubin[section[4] : section[4] + section[5]], 0
+        at = 0
         while at + 4 <= len(info):
             kind, attribute, length = struct.unpack_from("<BBH", info, at)
             if kind != 4:
@@ -162,6 +173,51 @@ def resources(cubin: bytes) -> dict[str, int]:
                 found["stack_bytes"] = max(found["stack_bytes"], value[1])
             at += 4 + length
     return found
+
+
+def nvshmem_inside(cubin: bytes) -> tuple[int, ...] | None:
+    """(major, minor, patch) of the NVSHMEM whose device code is in a kernel; None if it has none.
+
+    NVSHMEM's device library carries its version as a constant of three words; it is read from where the cubin's symbol
+    table says that it lies.
+    """
+    sections = _sections(cubin)
+    for name, linked, symbols in sections:
+        if name != ".symtab":
+            continue
+        for entry in range(0, len(symbols), 24):
+            label, _, _, section, value, size = struct.unpack_from("<IBBHQQ", symbols, entry)
+            if _text(sections[linked][2], label) == NVSHMEM_VERSION and size == 12:
+                return struct.unpack_from("<3i", sections[section][2], value)
+    return None
+
+
+def nvshmem_installed() -> tuple[int, ...]:
+    """(major, minor, patch) of the NVSHMEM whose device code a kernel that is compiled now is linked with.
+
+    Raises:
+        BackendUnavailable: there is none, or its headers don't say.
+    """
+    try:
+        from nvshmem.core.init_fini import find_device_bitcode_library
+
+        header = Path(find_device_bitcode_library(arch=90)).parents[1] / "include" / "non_abi" / "nvshmem_version.h"
+        text = header.read_text()
+        parts = [re.search(rf"NVSHMEM_VENDOR_{part}_VERSION +(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+        return tuple(int(part[1]) for part in parts if part)
+    except Exception as error:  # nvshmem4py's loader raises types of its own
+        raise BackendUnavailable(
+            f"NVSHMEM's device code is not found ({error}); pip install -e '.[fused]' (nvidia-nvshmem-cu13)"
+        ) from error
+
+
+def nvshmem_of(shape: KernelShape) -> tuple[int, ...] | None:
+    """`nvshmem_inside` of the variant that `load` returned; None if it calls nothing of NVSHMEM."""
+    if not shape.put:
+        return None
+    if os.environ.get("MOE_REF_NO_CACHE") == "1":
+        return nvshmem_installed()
+    return nvshmem_inside(cubin_of(object_path(shape).read_bytes()))
 
 
 def find_nvdisasm() -> str | None:

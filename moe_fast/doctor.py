@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from moe_fast import compiler
-from moe_fast.heap import MINIMUM_NVSHMEM, check_version
+from moe_fast.heap import MINIMUM_NVSHMEM, check_version, device_problem
 from moe_ref.doctor import Check
 from moe_ref.errors import BackendUnavailable
 
@@ -20,8 +20,8 @@ WANTED = (
 
 
 def gpu_checks() -> list[Check]:
-    """Packages, NVSHMEM's version, GPUs and whether they reach each other, the kernel cache."""
-    return [*_packages(), _nvshmem(), _gpus(), _peers(), _cache()]
+    """Packages, NVSHMEM's versions, GPUs and whether they reach each other, the kernel cache."""
+    return [*_packages(), _nvshmem(), _device_code(), _gpus(), _peers(), _cache()]
 
 
 def _packages() -> list[Check]:
@@ -49,6 +49,30 @@ def _nvshmem() -> Check:
         remedy = "check that libnvshmem_host.so.3 is found (LD_LIBRARY_PATH)"
         return Check(name, "optional", f"{type(error).__name__}: {error}", remedy)
     return Check(name, "ok", f"{found.libnvshmem_version} (need {'.'.join(map(str, MINIMUM_NVSHMEM))})")
+
+
+def _device_code() -> Check:
+    """NVSHMEM's device code, as installed and in the kernels that lie in the cache, against the host library."""
+    name = "NVSHMEM device code"
+    kernels = sorted(compiler.cache_folder().glob("*-put_signal-*.o"))
+    try:
+        import nvshmem.core as nvshmem
+
+        host, installed = nvshmem.get_version(), compiler.nvshmem_installed()
+        problem = device_problem(host, installed, "the installed device code")
+        for path in kernels:
+            inside = compiler.nvshmem_inside(compiler.cubin_of(path.read_bytes()))
+            problem = problem or device_problem(host, inside, f"the device code in {path.name}")
+    except (ImportError, BackendUnavailable) as error:
+        return Check(name, "optional", str(error), "pip install -e '.[fused]'")
+    except ValueError as error:
+        return Check(name, "optional", f"{path.name}: {error}", "delete the file; it is compiled again")
+    except Exception as error:  # its loader raises types of its own
+        return Check(name, "optional", f"{type(error).__name__}: {error}", "see the host library")
+    if problem:
+        return Check(name, "optional", problem, "preload the newer libnvshmem_host.so.3 (LD_PRELOAD)")
+    counted = f", {len(kernels)} compiled kernel{'s' * (len(kernels) != 1)} as well" if kernels else ""
+    return Check(name, "ok", f"{'.'.join(map(str, installed))} fits the host library{counted}")
 
 
 def _gpus() -> Check:

@@ -173,7 +173,7 @@ class Engine:
         self._tables: dict[Placement, Tensor] = {}
         self.function = compiler.load(shape)
         if shape.put and heap.ranks > 1:
-            heap.link(self.function)
+            heap.link(self.function, compiler.nvshmem_of(shape))
         self._call = Call(self.function, self._fixed_arguments())
 
     def address(self, name: str) -> int:

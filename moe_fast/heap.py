@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +66,22 @@ class Heap:
         if self.ranks > 1:
             dist.barrier(self.group)
 
-    def link(self, function: Any) -> None:
-        """Give a kernel that calls NVSHMEM the state of this process' NVSHMEM; before its first launch."""
+    def link(self, function: Any, version: Sequence[int] | None) -> None:
+        """Give a kernel that calls NVSHMEM the state of this process' NVSHMEM; before its first launch, collective.
+
+        version: of NVSHMEM's device code in the kernel.
+
+        Raises:
+            BackendUnavailable: on every rank, if this process' host library can't serve it on any.
+        """
         import nvshmem.core as nvshmem
 
+        problems: list[Any] = [None] * self.ranks
+        mine = device_problem(nvshmem.get_version(), version, "the kernel's device code")
+        dist.all_gather_object(problems, mine, group=self.group)
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise BackendUnavailable(f"rank {rank}: {problem}")
         library = nvshmem.NvshmemKernelObject.from_handle(int(function.library))
         nvshmem.library_init(library)
         self.linked.append(library)
@@ -143,16 +156,46 @@ def start(device: torch.device, group: Any = None, heap_bytes: int = DEFAULT_HEA
     _started.update(device=device, version=found, size=int(os.environ["NVSHMEM_SYMMETRIC_SIZE"]))
 
 
+def host_version(found: Any) -> tuple[str, tuple[int, ...]]:
+    """The host library's version as text and as numbers. found: what nvshmem4py says, or the text."""
+    text = str(getattr(found, "libnvshmem_version", found))
+    return text, tuple(int(part) for part in text.replace("-", ".").split(".") if part.isdigit())
+
+
 def check_version(found: Any) -> None:
     """Raise BackendUnavailable unless the host library is new enough."""
-    text = str(getattr(found, "libnvshmem_version", found))
-    digits = [int(part) for part in text.replace("-", ".").split(".") if part.isdigit()]
-    if tuple(digits[:2]) < MINIMUM_NVSHMEM:
+    text, digits = host_version(found)
+    if digits[:2] < MINIMUM_NVSHMEM:
         wanted = ".".join(map(str, MINIMUM_NVSHMEM))
         raise BackendUnavailable(
             f"NVSHMEM's host library is {text}, need {wanted}: torch brings an older one; preload the one of the "
             "package nvidia-nvshmem-cu13 (LD_PRELOAD=.../nvidia/nvshmem/lib/libnvshmem_host.so.3)"
         )
+
+
+def device_problem(found: Any, version: Sequence[int] | None, what: str) -> str | None:
+    """Why a host library can't serve device code of a version, with both and the remedy; None if it can.
+
+    Since NVSHMEM 3.0 a host library serves the device code of its own major version that isn't newer than itself.
+
+    Args:
+        found: the host library's version, see `host_version`.
+        version: (major, minor, patch) of the device code; None if it has none.
+        what: what has that version, for the message.
+    """
+    text, digits = host_version(found)
+    if version is None:
+        return (
+            f"{what} names no version of NVSHMEM (the host library is {text}); delete the kernel and compile it again"
+        )
+    if version[0] == digits[0] and version[1] <= digits[1]:
+        return None
+    device = ".".join(map(str, version))
+    return (
+        f"{what} is of NVSHMEM {device}, the host library is {text}: it must be of the same major version and not "
+        f"older. Preload the libnvshmem_host.so.3 of nvidia-nvshmem-cu13 {device} or later (LD_PRELOAD), or compile "
+        f"the kernel again (moe-ref compile) beside nvidia-nvshmem-cu13 {text}"
+    )
 
 
 def all_mapped(device: torch.device, group: Any = None, size: int = 0) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from moe_fast import compiler
+from moe_fast import compiler, doctor
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref import cli
 from moe_ref.config import MoEConfig
@@ -95,6 +96,33 @@ def test_a_compiled_variant_is_found_again(tmp_path, monkeypatch):
     assert compiler.compile_to_file(shape, tmp_path) == first
     other = KernelShape.from_config(VARIANTS["tiny"][0], 2, "tickets")
     assert compiler.object_path(other, tmp_path) != first
+
+
+@pytest.mark.slow
+def test_a_kernel_carries_the_version_of_the_nvshmem_it_was_built_with(tmp_path, monkeypatch):
+    """Read from its symbols, in a cache as well; the doctor holds it against the host library."""
+    pytest.importorskip("nvshmem", reason="nvshmem4py (extra [fused]) is not installed")
+    import nvshmem.core as nvshmem
+
+    monkeypatch.setenv("MOE_REF_CACHE", str(tmp_path))
+    shape = KernelShape.from_config(VARIANTS["tiny"][0], 2, "tickets", transport="put_signal")
+    path = compiler.compile_to_file(shape)
+    data, installed = path.read_bytes(), compiler.nvshmem_installed()
+    assert len(installed) == 3
+    assert compiler.nvshmem_inside(compiler.cubin_of(data)) == compiler.nvshmem_of(shape) == installed
+    assert compiler.nvshmem_of(replace(shape, transport="stores")) is None
+    monkeypatch.setattr(nvshmem, "get_version", lambda: ".".join(map(str, installed)))
+    assert doctor._device_code().state == "ok"
+    # built on a machine with a later NVSHMEM than this one has
+    before = (installed[0], installed[1] - 1, 0)
+    monkeypatch.setattr(nvshmem, "get_version", lambda: ".".join(map(str, before)))
+    monkeypatch.setattr(compiler, "nvshmem_installed", lambda: before)
+    check = doctor._device_code()
+    assert check.state == "optional"
+    assert f"{path.name} is of NVSHMEM {'.'.join(map(str, installed))}" in check.found
+    assert "LD_PRELOAD" in check.remedy
+    path.write_bytes(data[:10])
+    assert path.name in doctor._device_code().found
 
 
 def test_compile_command(tmp_path, capsys):

@@ -76,3 +76,38 @@ def test_an_old_host_library_is_refused():
     with pytest.raises(BackendUnavailable, match=r"3\.4\.5"):
         heap.check_version("3.4.5")
     heap.check_version("3.6.0")
+
+
+@pytest.mark.parametrize(("host", "device"), [("3.6.5", (3, 8, 0)), ("3.8.0", (4, 0, 0)), ("4.0.1", (3, 8, 0))])
+def test_device_code_that_the_host_library_cannot_serve_is_named(host, device):
+    """Newer than the host library, or of another major version: both versions and what to do."""
+    problem = heap.device_problem(host, device, "the kernel's device code")
+    for part in ("the kernel's device code is of NVSHMEM", ".".join(map(str, device)), host, "LD_PRELOAD"):
+        assert part in problem
+
+
+@pytest.mark.parametrize("device", [(3, 8, 0), (3, 8, 2), (3, 6, 5)])
+def test_a_host_library_serves_its_own_and_older_device_code(device):
+    assert heap.device_problem("3.8.0", device, "it") is None
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_kernel_of_another_nvshmem_is_refused_on_every_rank(two_ranks, monkeypatch, late):
+    """Whichever rank it is; the kernel isn't handed to NVSHMEM."""
+    linked = []
+    kernel = types.SimpleNamespace(from_handle=lambda handle: handle)
+    two_ranks.NvshmemKernelObject, two_ranks.library_init = kernel, linked.append
+    two_ranks.get_version = lambda: "3.8.0"
+    own = heap.Heap(torch.zeros(16), torch.zeros(2), 0, 2)
+    function = types.SimpleNamespace(library=7)
+
+    def gather(box, mine, group):
+        box[:] = [mine, None] if late == 0 else [mine, heap.device_problem("3.6.0", (3, 8, 0), "the kernel's")]
+
+    monkeypatch.setattr(heap.dist, "all_gather_object", gather)
+    with pytest.raises(BackendUnavailable, match=rf"rank {late}: .*NVSHMEM 3\.[89]\.0"):
+        own.link(function, (3, 9, 0) if late == 0 else (3, 8, 0))
+    assert not linked
+    monkeypatch.setattr(heap.dist, "all_gather_object", lambda box, mine, group: box.__setitem__(slice(0, 1), [mine]))
+    own.link(function, (3, 8, 0))
+    assert linked == [7] == own.linked

@@ -68,7 +68,13 @@ def test_events_beyond_a_track_are_counted():
 def test_doctor_reports_every_part_without_raising():
     checks = gpu_checks()
     names = {check.name for check in checks}
-    assert {"nvidia-cutlass-dsl", "NVSHMEM host library", "GPUs for the megakernel", "peer access"} <= names
+    assert {
+        "nvidia-cutlass-dsl",
+        "NVSHMEM host library",
+        "NVSHMEM device code",
+        "GPUs for the megakernel",
+        "peer access",
+    } <= names
     assert all(check.state in ("ok", "optional") for check in checks), "a missing GPU is no problem of the reference"
     assert all(check.found for check in checks)
 
