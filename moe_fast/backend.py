@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 DEFAULT_SCHEDULER = "spare_warps"
 
 _engines: dict[tuple, Engine] = {}
+_last: WeakKeyDictionary[MoELayer, tuple[tuple, Engine]] = WeakKeyDictionary()
+"""By layer: what its last engine was asked for, and that engine. Working out shape and sizes anew took longer than
+small layers take on the device."""
 _mapped: dict[int, bool] = {}
 """Per process group: whether every rank's memory is mapped in every other."""
 
@@ -49,16 +53,29 @@ def engine_for(layer: MoELayer, scheduler: str | None = None, transport: str | N
     Raises:
         UsageError: the layer asks for what the kernel can't do, ranks disagree, or the buffers don't fit.
     """
+    scheduler = scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER)
+    transport = transport or os.environ.get("MOE_REF_TRANSPORT", "auto")
+    router = layer.router.weight
+    asked = (layer.config, layer.placement, layer.world, router.dtype, router.device, scheduler, transport)
+    last = _last.get(layer)
+    if last is not None and last[0] == asked:
+        return last[1]
+    engine = _find_engine(layer, scheduler, transport)
+    _last[layer] = (asked, engine)
+    return engine
+
+
+def _find_engine(layer: MoELayer, scheduler: str, transport: str) -> Engine:
+    """See `engine_for`."""
     _, ranks, group = unfused.group_of(layer)
     unfused.check_layer("fused", unsupported(layer.config, ranks))
     device = layer.router.weight.device
     if device.type != "cuda":
         raise UsageError(f"the layer is on {device}; backend='fused' needs it on a CUDA device: layer.cuda()")
-    transport = transport or os.environ.get("MOE_REF_TRANSPORT", "auto")
     shape = KernelShape.from_config(
         layer.config,
         ranks,
-        scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER),
+        scheduler,
         fp32_router=_fp32_router(layer),
         placement=layer.placement,
         transport="stores" if transport == "auto" else transport,
@@ -134,6 +151,7 @@ def close_engines() -> None:
     for engine in _engines.values():
         engine.heap.close()
     _engines.clear()
+    _last.clear()
 
 
 class FusedRecord(Record):

@@ -30,7 +30,6 @@ from moe_ref.dispatch import send_order
 from moe_ref.errors import UsageError
 from moe_ref.gate import Routing, group_mask
 from moe_ref.pipeline import Record
-from moe_ref.placement import Placement
 from moe_ref.world import DistributedWorld
 
 if TYPE_CHECKING:
@@ -375,7 +374,7 @@ def layer_weights(layer: MoELayer) -> ChainWeights:
 
 def is_placed(layer: MoELayer) -> bool:
     """Whether a plan decides where rows go: any placement other than experts in blocks, one replica each."""
-    return layer.placement != Placement.contiguous(layer.config.experts, layer.world.num_ranks)
+    return not layer.placement.in_blocks
 
 
 def check_layer(name: str, problems: Sequence[str]) -> None:

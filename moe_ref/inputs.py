@@ -33,31 +33,32 @@ def tokens_per_rank(layer: MoELayer, x: Tensor | Sequence[Tensor]) -> list[Tenso
         TypeError, ValueError: wrong type, shape, dtype or device, or more tokens than config.max_tokens.
     """
     config, count = layer.config, len(layer.world.local_ranks)
-    want = f"a tensor [..., {config.hidden}]" + (f" or a list of {count} tensors [tokens, {config.hidden}]")
+    own = config.torch_dtype
     if isinstance(x, Tensor):
         if x.dim() == 0 or x.shape[-1] != config.hidden:
             raise ValueError(f"x has shape {list(x.shape)}, expected [..., hidden] = [..., {config.hidden}]")
         parts = layer.world.split(x.reshape(-1, config.hidden))
-    elif isinstance(x, (list, tuple)):
+    else:
+        want = f"a tensor [..., {config.hidden}] or a list of {count} tensors [tokens, {config.hidden}]"
+        if not isinstance(x, (list, tuple)):
+            raise TypeError(f"x is {type(x).__name__}, expected {want}")
         other = next((type(part).__name__ for part in x if not isinstance(part, Tensor)), None)
         if len(x) != count or other:
             raise TypeError(f"x is a list of {len(x)} items{f', one a {other}' if other else ''}, expected {want}")
         parts = list(x)
-    else:
-        raise TypeError(f"x is {type(x).__name__}, expected {want}")
     device, held = layer.router.weight.device, layer.router.weight.dtype
-    if held != config.torch_dtype and layer.down_proj.dtype != config.torch_dtype:
+    if held != own and layer.down_proj.dtype != own:
         raise TypeError(
-            f"the layer's parameters are {held} but its config says {config.torch_dtype}; "
+            f"the layer's parameters are {held} but its config says {own}; "
             "build the layer with config.replace(dtype=...) instead of casting it"
         )
-    cast = compute_dtype(layer) != config.torch_dtype
+    cast = compute_dtype(layer) != own
     for rank, part in zip(layer.world.local_ranks, parts, strict=True):
         at = f"x of rank {rank}" if layer.world.num_ranks > 1 else "x"
         if part.dim() != 2 or part.shape[1] != config.hidden:
             raise ValueError(f"{at} has shape {list(part.shape)}, expected [tokens, {config.hidden}]")
-        if part.dtype != config.torch_dtype and not (cast and part.dtype.is_floating_point and part.dtype.itemsize < 8):
-            raise TypeError(f"{at} is {part.dtype}, expected {config.torch_dtype}; x.to(layer.config.torch_dtype)")
+        if part.dtype != own and not (cast and part.dtype.is_floating_point and part.dtype.itemsize < 8):
+            raise TypeError(f"{at} is {part.dtype}, expected {own}; x.to(layer.config.torch_dtype)")
         if part.device != device:
             raise ValueError(f"{at} is on {part.device}, but the layer is on {device}; move one of them")
         if part.shape[0] > config.max_tokens:

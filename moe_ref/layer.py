@@ -240,7 +240,8 @@ class MoELayer(nn.Module):
         parts, routings = self.check_input(x, routing)
         # Under autocast all stages see tokens rounded to the autocast dtype; the gate's own arithmetic stays in fp32.
         dtype, kind = compute_dtype(self), parts[0].device.type
-        autocast_off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        autocast_off = torch.autocast(kind, enabled=False) if autocast else nullcontext()
         with autocast_off:
             record = self._backend.forward(self, [part.to(dtype) for part in parts], routings)
             assert record.y_SH is not None

@@ -71,6 +71,8 @@ class World(ABC):
     def split(self, value: Tensor) -> list[Tensor]:
         """Cut dimension 0 into one part per local rank, as evenly as possible (the first parts get one more)."""
         count = len(self.local_ranks)
+        if count == 1:
+            return [value]
         base, extra = divmod(value.shape[0], count)
         return list(value.split([base + (i < extra) for i in range(count)]))
 

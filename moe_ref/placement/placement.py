@@ -60,6 +60,11 @@ class Placement:
         owners = [rank for rank in range(num_ranks) for _ in range(base + (rank < extra))]
         return cls(tuple((rank,) for rank in owners), num_ranks)
 
+    @cached_property
+    def in_blocks(self) -> bool:
+        """Whether this is plain expert parallelism, as `contiguous` makes it."""
+        return self == Placement.contiguous(self.num_experts, self.num_ranks)
+
     @property
     def num_experts(self) -> int:
         """E."""

@@ -135,3 +135,12 @@ def test_files_are_plain_json(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     save(Placement.from_replicas([[1, 0]], 2), path)
     assert json.loads(path.read_text()) == {"num_ranks": 2, "ranks_of_expert": [[1, 0]]}
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (5, 2), (3, 1), (2, 4)])
+def test_in_blocks_is_plain_expert_parallelism(experts, ranks):
+    plain = Placement.contiguous(experts, ranks)
+    assert plain.in_blocks
+    moved = [list(r) for r in plain.ranks_of_expert]
+    moved[0], moved[-1] = [ranks - 1], [0]
+    assert Placement.from_replicas(moved, ranks).in_blocks == (ranks == 1)
