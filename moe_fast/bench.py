@@ -250,7 +250,8 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
         torch.cuda.synchronize()
         setup.engine.heap.barrier()
         setup.engine.trace.zero_()
-        torch.cuda._sleep(SLEEP_CYCLES)
+        # a host that was busy with the last timeline is slow to launch: longer than in `interleaved`
+        torch.cuda._sleep(4 * SLEEP_CYCLES)
         if ranks > 1:
             dist.all_reduce(together)
         setup.engine.launch(setup.x_SH, w.router_EH, w.up_XUH, w.down_XHD)
