@@ -90,6 +90,8 @@ def unsupported(config: MoEConfig) -> list[str]:
         out.append("dtype=float64")
     if config.capacity_factor is not None:
         out.append(f"capacity_factor={config.capacity_factor}")
+    if config.wire_format != "routes":
+        out.append(f"wire_format={config.wire_format}")
     return out
 
 

@@ -47,6 +47,9 @@ def run(
     ),
     top_k: int | None = typer.Option(None, help="Experts per token (default: the checkpoint's)."),
     layout: str = typer.Option("compact", help="Where rows lie in the symmetric heap: compact or fixed."),
+    wire_format: str = typer.Option(
+        "routes", help="What crosses: a row for each route, or (tokens) one for each token and rank, and sums back."
+    ),
     backend: str = typer.Option("ref", help="Who computes: ref, unfused, fused, or another that is installed."),
     capacity_factor: float | None = typer.Option(
         None, help="Rows per (rank, expert) as a multiple of the mean; beyond it routes are dropped. Default: dropless."
@@ -65,14 +68,18 @@ def run(
 ) -> None:
     """Send real text through the MoE layer of a trained model on several ranks, and report what happened.
 
-    bytes_local and bytes_remote count the rows of the dispatch; the results travel back the same way.
+    bytes_local and bytes_remote count the rows of the dispatch; the results travel back the same way. rows_remote says
+    how many rows cross in either wire format.
     """
     check_seed(seed, "--seed")
     if hf is not None:
+        other = None if wire_format == "routes" else wire_format
         given = {"--experts": experts, "--top-k": top_k, "--capacity-factor": capacity_factor, "--plot": plot}
+        given["--wire-format"] = other
         _run_hf(hf, HfJob(tokens, layout, backend, dtype, text), ranks, given, as_json)
         return
-    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, dtype or default_dtype(backend), text, seed)
+    kind = dtype or default_dtype(backend)
+    job = Job(tokens, experts, top_k, layout, backend, capacity_factor, kind, text, seed, wire_format)
     if plot is not None:
         check_plot_path(plot)
     if world_size_from_environment() is None:

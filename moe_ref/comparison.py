@@ -30,6 +30,7 @@ _BUFFERS = (
     ("gemm0", "hidden_ND"),
     ("gemm1", "output_NH"),
     ("return", "returned_NH"),
+    ("return", "partial_NH"),
     ("combine", "y_SH"),
 )
 """Every named intermediate and the stage that makes it, in order."""

@@ -19,6 +19,7 @@ Scoring = Literal["softmax", "sigmoid"]
 TopKOrder = Literal["after_scores", "before_scores"]
 GroupScore = Literal["max", "top2_sum"]
 LayoutName = Literal["compact", "fixed"]
+WireFormat = Literal["routes", "tokens"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -62,6 +63,9 @@ class MoEConfig:
 
     Buffers
         layout: how rows lie in the symmetric heap.
+        wire_format: what crosses between ranks: a row for each route there and back, or one for each (token, rank)
+            there and a partial sum back (`moe_ref.wire`). Of a token's sum "tokens" rounds the part of each other rank
+            to the dtype. Needs layout="compact".
         capacity_factor: None is dropless; otherwise C = ceil(factor * S * K / E) rows per (source rank, expert), first
             come (token order), first served, the rest counted as dropped.
         max_tokens: largest S that buffers are sized for.
@@ -98,6 +102,7 @@ class MoEConfig:
     max_tokens: int = 8192
     tile_rows: int = 16
     dtype: str = "float32"
+    wire_format: WireFormat = "routes"
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts", "top_k", "num_groups", "top_groups", "tile_rows"):
@@ -117,6 +122,7 @@ class MoEConfig:
             "top_k_order": ("after_scores", "before_scores"),
             "group_score": ("max", "top2_sum"),
             "layout": ("compact", "fixed"),
+            "wire_format": ("routes", "tokens"),
             "dtype": tuple(DTYPES),
         }
         for name, legal in choices.items():
@@ -150,6 +156,11 @@ class MoEConfig:
             raise ValueError("interleaved orders the rows of gate_up_proj; it needs gated=True")
         if self.shared_gate and not self.shared_intermediate:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate to its width")
+        if self.wire_format == "tokens" and self.layout == "fixed":
+            raise ValueError(
+                "wire_format 'tokens' sends a token once for several slots, but layout='fixed' gives every slot its "
+                "own place; use layout='compact'"
+            )
         if self.capacity_factor is not None and not (_is_finite(self.capacity_factor) and self.capacity_factor > 0):
             raise ValueError(
                 f"capacity_factor is {self.capacity_factor!r}, expected a positive number, or None for dropless"
@@ -204,9 +215,11 @@ class MoEConfig:
         return min(self.top_k, self.slots(ranks)) * self.max_tokens * ranks
 
     def compact_bytes(self, ranks: int) -> int:
-        """B * (align(max_rows, T) + X * T + K * max_tokens) * row_bytes: rows in, results back, both sides"""
+        """B * (align(max_rows, T) + X * T + K * max_tokens) * row_bytes: rows in, results back, both sides; with
+        wire_format "tokens" P - 1 instead of K, for partial sums"""
         dispatch = align_up(self.max_rows(ranks), self.tile_rows) + self.slots(ranks) * self.tile_rows
-        return SIDES * (dispatch + self.top_k * self.max_tokens) * self.row_bytes
+        back = self.top_k if self.wire_format == "routes" else ranks - 1
+        return SIDES * (dispatch + back * self.max_tokens) * self.row_bytes
 
     def fixed_bytes(self, ranks: int) -> int:
         """P * R * B * X * C * row_bytes, C = align(capacity or max_tokens, T)"""

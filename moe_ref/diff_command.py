@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
         gated: bool = typer.Option(True, help="Gated or plain FFN."),
         dtype: str = typer.Option("float32", help="float64, float32, bfloat16 or float16."),
         layout: str = typer.Option("compact", help="compact or fixed."),
+        wire_format: str = typer.Option("routes", help="routes or tokens."),
         kind: str = typer.Option(
             "gate", help="'gate' routes with the layer's gate; or one of " + ", ".join(cases.KINDS)
         ),
@@ -60,6 +61,7 @@ def register(app: typer.Typer) -> None:
                 "gated": gated,
                 "dtype": dtype,
                 "layout": layout,
+                "wire_format": wire_format,
                 "max_tokens": max(tokens, 1),
             }
         )

@@ -139,6 +139,15 @@ class CompactLayout:
         start_PX = self.tile_start_GX[rank] * self.tile_rows + self.rows_before_PGX[:, rank]
         return _consecutive(start_PX, self.quota_PGX[:, rank])
 
+    def send_rows(self, source: int) -> np.ndarray:
+        """Heap row on its destination of every row that `source` sends, by (destination, slot, token); int64 [N]."""
+        start_GX = compact_row(self.tile_start_GX, self.rows_before_PGX[source], 0, self.tile_rows)
+        return _consecutive(start_GX, self.quota_PGX[source])
+
+    def held_rows(self, rank: int) -> np.ndarray:
+        """Heap row of every row that `rank` computes, in the order (slot, source, token); int64 [N]."""
+        return _consecutive(self.tile_start_GX[rank] * self.tile_rows, self.slot_rows_GX[rank])
+
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
         """(slot, first heap row, rows) for every slot of `rank` that has rows."""
         start_X, rows_X = self.tile_start_GX[rank] * self.tile_rows, self.slot_rows_GX[rank]

@@ -32,6 +32,7 @@ from moe_ref.limits import check_memory, check_seed
 from moe_ref.text import load_text
 from moe_ref.train.checkpoint import tiny_moe
 from moe_ref.train.model import hidden_states, moe_layer
+from moe_ref.wire import count_tokens
 from moe_ref.world import DistributedWorld, World
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
@@ -46,7 +47,7 @@ class Job:
     """What to run; None means as in the trained checkpoint.
 
     Attributes:
-        tokens: S, per rank. layout, capacity_factor, dtype, top_k, experts: as in MoEConfig.
+        tokens: S, per rank. layout, wire_format, capacity_factor, dtype, top_k, experts: as in MoEConfig.
         text: "prose", "code", "excerpt", or a file.
         seed: of the weights of a fresh layer (another number of experts than the checkpoint's).
     """
@@ -60,6 +61,7 @@ class Job:
     dtype: str = "float32"
     text: str = "prose"
     seed: int = 0
+    wire_format: str = "routes"
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
@@ -74,7 +76,7 @@ class Report:
     Attributes:
         values: what `--json` prints.
         config: of the layer.
-        rows_PG: rows that rank p sent to rank g, int64 [P, P].
+        rows_PG: routes that rank p had for rank g, int64 [P, P].
         expert_rank: rank that holds each expert (its first replica), int64 [E].
         notes: lines that a reader of the numbers must know.
         tolerance: what relative_error is held against.
@@ -126,6 +128,7 @@ def logical_weights(job: Job) -> tuple[MoEConfig, dict[str, Tensor], str | None]
     config, state = trained_layer()
     changes: dict[str, Any] = {
         "layout": job.layout,
+        "wire_format": job.wire_format,
         "capacity_factor": job.capacity_factor,
         "dtype": job.dtype,
         "max_tokens": job.tokens,
@@ -165,7 +168,8 @@ def run_job(job: Job, world: World, device: torch.device | str = "cpu") -> Repor
         y_SH, stats = layer(x_SH, return_stats=True)
         seconds = time.perf_counter() - start
         errors = _deviation(config, state, x_SH, y_SH, stats)
-    everyone = _gather(world, (seconds, stats.record.seconds, errors, [_bytes(y) for y in y_SH]))
+    remote = _remote_tokens(world, stats)
+    everyone = _gather(world, (seconds, stats.record.seconds, errors, [_bytes(y) for y in y_SH], remote))
     return _report(job, layer, stats, everyone, (untrained, text.note))
 
 
@@ -210,6 +214,17 @@ def _deviation(
     return found
 
 
+def _remote_tokens(world: World, stats: LayerStats) -> int:
+    """Tokens that this process' ranks have for other ranks, each once a rank."""
+    record, total = stats.record, 0
+    assert record.routing is not None
+    assert record.plan is not None
+    for rank, routing in zip(world.local_ranks, record.routing, strict=True):
+        tokens_G = count_tokens(routing.expert_SK, record.plan, rank)
+        total += int(tokens_G.sum() - tokens_G[rank])
+    return total
+
+
 def _gather(world: World, value: Any) -> list[Any]:
     """Every process' value, in rank order; a simulated world is one process."""
     if not isinstance(world, DistributedWorld):
@@ -220,7 +235,7 @@ def _gather(world: World, value: Any) -> list[Any]:
 
 
 def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], notes: tuple[str | None, ...]) -> Report:
-    times, stages, errors, outputs = zip(*everyone, strict=True)
+    times, stages, errors, outputs, remote_tokens = zip(*everyone, strict=True)
     # fsum is exact, so that the result does not depend on which process held which tokens.
     difference = math.fsum(value for e in errors for value in e.difference)
     norm = math.fsum(value for e in errors for value in e.norm)
@@ -230,6 +245,7 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
             digest.update(part)
     record, config, ranks = stats.record, layer.config, layer.world.num_ranks
     assert record.plan is not None
+    rows_PG = record.plan.quota_by_slot().sum(axis=2)
     values = {
         "backend": layer.backend,
         "world": "distributed" if isinstance(layer.world, DistributedWorld) else "simulated",
@@ -243,6 +259,7 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
         "experts": config.experts,
         "top_k": config.top_k,
         "layout": config.layout,
+        "wire_format": config.wire_format,
         "dtype": config.dtype,
         "capacity_factor": config.capacity_factor,
         "tokens_per_rank": stats.tokens_per_rank,
@@ -252,6 +269,7 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
         "max_over_mean": stats.max_over_mean,
         "bytes_local": stats.bytes_local,
         "bytes_remote": stats.bytes_remote,
+        "rows_remote": {"routes": int(rows_PG.sum() - rows_PG.trace()), "tokens": sum(remote_tokens)},
         "dropped": stats.dropped,
         "max_abs_error": max((value for e in errors for value in e.largest), default=0.0),
         "relative_error": math.sqrt(difference / norm) if norm else math.sqrt(difference),
@@ -262,7 +280,7 @@ def _report(job: Job, layer: MoELayer, stats: LayerStats, everyone: list[Any], n
     return Report(
         values=values,
         config=config,
-        rows_PG=record.plan.quota_by_slot().sum(axis=2),
+        rows_PG=rows_PG,
         expert_rank=layer.placement.rank_ED[:, 0],
         notes=tuple(note for note in notes if note),
         tolerance=max(TOLERANCE[config.dtype], backends.tolerance(backends.get(layer.backend), config.dtype)),

@@ -2,6 +2,8 @@
 
     gate -> counts -> plan -> dispatch -> gemm0 -> gemm1 -> return -> combine
 
+What crosses in dispatch and return is the wire format's: rows of routes (`dispatch`, `combine`) or of tokens (`wire`).
+
 One function, `run`, is the layer's forward and the instrument of the differential harness: it can keep every
 intermediate, stop after any stage, or take the results of earlier stages instead of computing them. A megakernel does
 the same stages without barriers between them; their order per row is the same.
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ref import replay
+from moe_ref import replay, wire
 from moe_ref.balance.agreement import check_same_plan
 from moe_ref.balance.plan import Plan
 from moe_ref.combine import combine, return_rows
@@ -50,7 +52,10 @@ class Record:
         plan, layout: of this micro-batch.
         rows_NH: dispatched rows as the owner holds them, in the order (slot, source, token), padding left out.
         hidden_ND, output_NH: after GEMM0 + activation, after GEMM1; same order.
-        returned_NH: [S * K, H] at home, row token * K + choice.
+        returned_NH: [S * K, H] at home, row token * K + choice; in the wire format "routes".
+        partial_NH: [S * P, H] at home, row token * P + rank: the rank's part of the sum as it crossed, zero where none
+            did; in the wire format "tokens".
+        sent_PG: rows that crossed or stayed in the dispatch, from rank p to rank g, int64.
         y_SH: results.
         seconds: time per stage.
     """
@@ -65,6 +70,8 @@ class Record:
     hidden_ND: list[Tensor] | None = None
     output_NH: list[Tensor] | None = None
     returned_NH: list[Tensor] | None = None
+    partial_NH: list[Tensor] | None = None
+    sent_PG: np.ndarray | None = None
     y_SH: list[Tensor] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -253,7 +260,11 @@ def run(
     layout = record.layout
     segments = [layout.segments(rank) for rank in world.local_ranks]
     with _timed(record, "dispatch", device):
-        heaps, sent = dispatch(world, x_SH, record.routing, record.plan, layout, anchor)
+        if isinstance(layout, CompactLayout) and config.wire_format == "tokens":
+            heaps, sent = wire.dispatch_tokens(world, x_SH, record.routing, record.plan, layout, anchor)
+        else:
+            heaps, sent = dispatch(world, x_SH, record.routing, record.plan, layout, anchor)
+        record.sent_PG = sent.sizes_PG
         blocks = [dense_rows(heap, parts) for heap, parts in zip(heaps, segments, strict=True)]
         for i, rows in enumerate(blocks):
             if not rows and layer.experts_of(world.local_ranks[i]):
@@ -285,15 +296,27 @@ def run(
         return record
 
     with _timed(record, "return", device):
-        returned = return_rows(world, outputs, sent, record.routing, anchor)
-        if keep:
-            record.returned_NH = returned
+        returned: list = []
+        if isinstance(sent, wire.TokenDispatch):
+            returned = wire.return_partials(world, outputs, sent, anchor)
+            if keep:
+                record.partial_NH = wire.crossed(world, returned, sent, [x.shape[0] for x in x_SH])
+        else:
+            returned = return_rows(world, outputs, sent, record.routing, anchor)
+            if keep:
+                record.returned_NH = returned
     if last == 6:
         return record
     with _timed(record, "combine", device):
-        record.y_SH = [
-            combine(rows, r, layer.shared(x)) for rows, r, x in zip(returned, record.routing, x_SH, strict=True)
-        ]
+        if isinstance(sent, wire.TokenDispatch):
+            record.y_SH = [
+                wire.combine_partials(partial_GMH, token_GM, x, layer.shared(x))
+                for partial_GMH, token_GM, x in zip(returned, sent.token_GM, x_SH, strict=True)
+            ]
+        else:
+            record.y_SH = [
+                combine(rows, r, layer.shared(x)) for rows, r, x in zip(returned, record.routing, x_SH, strict=True)
+            ]
     return record
 
 

@@ -119,6 +119,12 @@ def _print_ranks(report: Report, console: Console, width: int) -> None:
     console.print()
 
 
+def _other_format(used: str, rows: dict[str, int]) -> str:
+    """What would cross in the other wire format."""
+    other = "tokens" if used == "routes" else "routes"
+    return f"{rows[other]} with --wire-format {other}"
+
+
 def _print_summary(report: Report, console: Console) -> None:
     v = report.values
     routes = int(sum(v["expert_load_before_capacity"]))
@@ -131,6 +137,8 @@ def _print_summary(report: Report, console: Console) -> None:
     table.add_column(overflow="fold")
     moves = f"{amount(v['bytes_local'])} stay, {amount(v['bytes_remote'])} cross{share}; results go back the same way"
     table.add_row("bytes", moves)
+    rows = v["rows_remote"]
+    table.add_row("wire", f"{rows[v['wire_format']]} rows cross each way; {_other_format(v['wire_format'], rows)}")
     table.add_row("dropped", dropped if v["capacity_factor"] is not None else f"{dropped}, no capacity set")
     table.add_row("deviation", f"relative error {v['relative_error']:.2e} from the float64 definition, {verdict}")
     table.add_row("", f"largest difference {v['max_abs_error']:.2e}")

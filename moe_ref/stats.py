@@ -20,7 +20,8 @@ class LayerStats:
     Attributes:
         expert_load, expert_load_before_capacity: rows per logical expert, int64 [E].
         rank_load: rows that each rank computed, int64 [P]; tokens_per_rank: S of each.
-        dropped: routes beyond capacity; bytes_local, bytes_remote: dispatched row bytes that stayed and that crossed.
+        dropped: routes beyond capacity; bytes_local, bytes_remote: dispatched row bytes that stayed and that crossed,
+            in the layer's wire format; as many come back.
         balance_loss, z_loss: differentiable scalars over this process' tokens; None where routing was handed in.
         record: plan, layout and the time of each stage.
     """
@@ -59,7 +60,8 @@ class LayerStats:
         assert record.routing is not None
         assert record.tokens_P is not None
         sizes_PG = record.plan.quota_by_slot().sum(axis=2)
-        total, local = int(sizes_PG.sum()), int(sizes_PG.trace())
+        sent_PG = sizes_PG if record.sent_PG is None else record.sent_PG
+        total, local = int(sent_PG.sum()), int(sent_PG.trace())
         row_bytes = config.hidden * dtype.itemsize
         load_E = torch.from_numpy(record.before_PE.sum(axis=0))
         losses: dict[str, Tensor | None] = {"balance": None, "z": None}

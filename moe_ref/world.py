@@ -210,6 +210,8 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(rows_NH: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """Rows travel as bytes: gloo knows fewer dtypes than PyTorch, and bits must arrive as they were sent."""
     rows_NH = rows_NH.detach().contiguous()
+    if not rows_NH.numel():  # of any strides, and those of the bytes must be known
+        rows_NH = rows_NH.new_empty(rows_NH.shape)
     out_NH = rows_NH.new_empty(sum(receive), rows_NH.shape[1])
     dist.all_to_all_single(out_NH.view(torch.uint8), rows_NH.view(torch.uint8), receive, send, group=group)
     return out_NH

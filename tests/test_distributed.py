@@ -29,6 +29,10 @@ JOBS = [
     (BASE.replace(dtype="bfloat16"), [20, 11, 3, 0], "duplicates", None, 8),
     (BASE.replace(gated=False, activation="relu"), [20, 11, 3, 9], "zipf", RING, 9),
     (BASE.replace(experts=3, top_k=2), [20, 11, 3, 9], None, None, 10),  # the last rank holds no expert
+    (BASE.replace(wire_format="tokens", top_k=6), [7, 0, 30, 1], None, None, 11),
+    (BASE.replace(wire_format="tokens", experts=3, top_k=2), [20, 11, 3, 0], None, None, 12),
+    (BASE.replace(wire_format="tokens", dtype="bfloat16", top_k=6), [5, 40, 3, 17], "masked", RING, 13),
+    (BASE.replace(wire_format="tokens"), [5, 4, 3, 7], "all_masked", None, 14),
 ]
 
 

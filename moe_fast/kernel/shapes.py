@@ -417,6 +417,8 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
         out.append(f"top_k={c.top_k} (at most {MAX_TOP_K})")
     if c.experts < ranks:
         out.append(f"experts={c.experts} on {ranks} ranks (every rank needs an expert)")
+    if c.wire_format != "routes" and ranks > 1:
+        out.append(f"wire_format={c.wire_format}")
     if c.num_groups > MAX_GROUPS:
         out.append(f"num_groups={c.num_groups} (at most {MAX_GROUPS})")
     for name in ("hidden", "intermediate", "shared_intermediate"):

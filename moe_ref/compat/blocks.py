@@ -18,7 +18,7 @@ from moe_ref.errors import UsageError
 from moe_ref.layer import MoELayer
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELU": "gelu", "ReLU": "relu"}
-_NO_EFFECT = ("layout", "capacity_factor", "max_tokens", "tile_rows", "dtype")
+_NO_EFFECT = ("layout", "wire_format", "capacity_factor", "max_tokens", "tile_rows", "dtype")
 """Fields of MoEConfig that a block knows nothing of."""
 
 
@@ -32,8 +32,8 @@ def from_transformers(block: nn.Module, *, dtype: str | None = None, **layer_arg
     Args:
         block: MoE block of one of the families (`model.model.layers[i].mlp`), packed as in transformers 5.
         dtype: of the layer; None for the block's.
-        layer_arguments: fields of MoEConfig that are about buffers (layout, max_tokens, tile_rows), and backend, world,
-            placement, device of `MoELayer`; the device is the block's unless given.
+        layer_arguments: fields of MoEConfig that are about buffers and the wire (layout, wire_format, max_tokens,
+            tile_rows), and backend, world, placement, device of `MoELayer`; the device is the block's unless given.
 
     Raises:
         UsageError: no block of a known family; or it does something that the layer does not (an unknown activation,
@@ -48,7 +48,7 @@ def from_transformers(block: nn.Module, *, dtype: str | None = None, **layer_arg
             f"{type(block).__name__} has no packed experts.down_proj; blocks of transformers 5 are expected "
             "(checkpoints of any age load with moe_ref.compat.load_layer)"
         )
-    names = ("layout", "max_tokens", "tile_rows")
+    names = ("layout", "wire_format", "max_tokens", "tile_rows")
     buffers = {name: layer_arguments.pop(name) for name in names if name in layer_arguments}
     config = config_of(family.model_type, values, dtype or stored, **buffers)
     layer_arguments.setdefault("device", tensors["experts.down_proj"].device)

@@ -124,15 +124,16 @@ def load_layer(
         checkpoint: opened, or its directory.
         layer: number of the decoder layer.
         dtype: None for the stored one.
-        arguments: fields of MoEConfig that are about buffers (layout, max_tokens, tile_rows), and backend, world,
-            placement, device of `MoELayer`.
+        arguments: fields of MoEConfig that are about buffers and the wire (layout, wire_format, max_tokens,
+            tile_rows), and backend, world, placement, device of `MoELayer`.
 
     Raises:
         UsageError: as `Checkpoint`; or tensors are missing or don't fit the config.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
-    buffers = {name: arguments.pop(name) for name in ("layout", "max_tokens", "tile_rows") if name in arguments}
+    names = ("layout", "wire_format", "max_tokens", "tile_rows")
+    buffers = {name: arguments.pop(name) for name in names if name in arguments}
     config = checkpoint.config(layer, dtype, **buffers)
     state = logical_state(checkpoint.block(layer), checkpoint.family, config)
     return layer_from_state(state, checkpoint.family, config, **arguments)

@@ -71,10 +71,11 @@ def heap_bytes(config: MoEConfig, ranks: int) -> HeapBytes:
         )
     rows_in = align_up(config.max_rows(ranks), tile) + config.slots(ranks) * tile
     allocated = _storage((SIDES, rows_in, config.hidden), config.torch_dtype)
-    allocated += _storage((SIDES, config.top_k * tokens, config.hidden), config.torch_dtype)
+    back = (config.top_k if config.wire_format == "routes" else ranks - 1) * tokens
+    allocated += _storage((SIDES, back, config.hidden), config.torch_dtype)
     call = work.call()
     assert isinstance(call.layout, CompactLayout)
-    touched = max(call.layout.heap_rows(r) for r in range(ranks)) + config.top_k * tokens
+    touched = max(call.layout.heap_rows(r) for r in range(ranks)) + back
     return HeapBytes(
         "compact", config.dtype, config.experts, tokens, config.compact_bytes(ranks), allocated, SIDES * touched * row
     )
