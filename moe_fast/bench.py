@@ -5,6 +5,7 @@
     python -m moe_fast.bench table docs/results/megakernel_bench_2gpu.json [--json]
     python -m moe_fast.bench dtypes | growth | blocks | predict      fp16 against bf16; cost against S and E; blocks of
                                                                      transformers; the simulator on unseen cells
+    python -m moe_fast.bench schedulers | balance | transports       variants of the kernel side by side
 
 Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one
 run.
@@ -367,6 +368,17 @@ def _layers(text: str) -> list[str]:
     return chosen
 
 
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Values of an option, separated by commas, checked."""
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise UsageError(f"{option} is {text!r}, expected numbers of at least 0, separated by commas")
+    return found
+
+
 @app.command("run")
 def run_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
@@ -378,9 +390,9 @@ def run_command(
     as_json: bool = typer.Option(False, "--json", help="Print the results as one JSON object."),
 ) -> None:
     """Time every contestant."""
-    chosen = _layers(layers)
+    chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int) if tokens else None
     _join()
-    rows = run_bench(chosen, [int(t) for t in tokens.split(",")] if tokens else None, repetitions, scheduler, chains)
+    rows = run_bench(chosen, sizes, repetitions, scheduler, chains)
     title = f"The megakernel's times on {place()[1]} GPU{'s' * (place()[1] > 1)}"
     description = "Fused kernel, unfused chain (eager, graph) and dense floor, interleaved in one run; ms, median."
     results = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
@@ -431,7 +443,7 @@ def balance_command(
     if not 1 <= replicas <= place()[1]:
         raise UsageError(f"--replicas is {replicas}, expected 1 to {place()[1]}: one a rank")
     chosen = _layers(layers)
-    numbers = [float(s) for s in skews.split(",")]
+    numbers = _numbers("--skews", skews, float)
     rows = [variants.run_layer(name, tokens, numbers, replicas, scheduler, repetitions) for name in chosen]
     title = f"Balanced inside the kernel: replicas against plain placement on {place()[1]} GPUs"
     description = (
@@ -474,6 +486,26 @@ def transports_command(
         print(json.dumps(results))
 
 
+@app.command("schedulers")
+def schedulers_command(
+    layers: str = typer.Option("paper-e8,paper-e128,qwen3", help="Layers, separated by commas."),
+    tokens: str = typer.Option("16384,8192,1024", help="Values of S, separated by commas."),
+    repetitions: int = typer.Option(9, help="Timed calls of each contestant."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """The three schedulers side by side."""
+    from moe_fast import variants
+
+    chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int)
+    _join()
+    rows = [row for name in chosen for row in variants.run_schedulers(name, sizes, repetitions)]
+    gpus = place()[1]
+    description = "ms of one forward, gate included; the three schedulers take turns in one run and give the same bits."
+    results = {"rows": rows}
+    text = variants.render_schedulers(results)
+    _finish(f"Schedulers side by side, {gpus} GPU{'s' * (gpus > 1)}", description, results, out, text)
+
+
 @app.command("table")
 def table_command(
     path: Path = typer.Argument(Path("docs/results/megakernel_bench_2gpu.json"), help="Result file."),
@@ -513,8 +545,9 @@ def dtypes_command(
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """fp16 against bf16."""
+    chosen = _layers(layers)
     _join()
-    rows = run_dtypes(layers.split(","), tokens, repetitions, scheduler)
+    rows = run_dtypes(chosen, tokens, repetitions, scheduler)
     text = "\n".join(f"{r['layer']:12} {r['tokens']:>6}  fp16 / bf16 {r['fp16_over_bf16']:.3f}" for r in rows)
     _finish("fp16 against bf16", "Median ms of the fused kernel, interleaved in one run.", {"rows": rows}, out, text)
 

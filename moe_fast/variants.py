@@ -1,4 +1,5 @@
-"""Variants of the kernel side by side: replicas against plain placement, put-with-signal against stores, both layouts.
+"""Variants of the kernel side by side: replicas against plain placement, put-with-signal against stores, both layouts,
+the three schedulers.
 
 Replicas: every expert lies on every rank (or on `replicas` of them); the kernel's solver divides the rows of each
 batch. The routing is handed in, the same for all contestants, so that its skew is known: K different experts a token,
@@ -9,6 +10,7 @@ same bits.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 from moe_fast import bench
 from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.kernel.shapes import SCHEDULERS, KernelShape, heap_regions
 from moe_fast.timeline import read_timeline
 from moe_ref import balance
 from moe_ref.config import MoEConfig
@@ -173,6 +175,44 @@ def run_transports(layer: str, tokens: int, scheduler: str, repetitions: int) ->
     for name in list(contestants)[1:]:
         row[f"{name}_over_stores"] = round(times[name]["median"] / times["stores"]["median"], 3)
     return row
+
+
+def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
+    """Times of the three schedulers in turn, gate included, one row per S; raises CheckFailed if bits differ."""
+    _, ranks = bench.place()
+    setups = {name: bench.set_up(bench.LAYERS[layer], max(sizes), name) for name in SCHEDULERS}
+    rows = []
+    for tokens in sizes:
+
+        def timed(setup: bench.Setup, tokens: int = tokens) -> Callable[[], Tensor]:
+            w, x = setup.weights, setup.x_SH[:tokens]
+            y = torch.empty_like(x)
+            return lambda: setup.engine.launch(x, w.router_EH, w.up_XUH, w.down_XHD, out=y)
+
+        functions = {name: timed(setup) for name, setup in setups.items()}
+        results = {name: function().clone() for name, function in functions.items()}
+        for name, setup in setups.items():
+            setup.engine.check()
+            if not torch.equal(results[name], results[SCHEDULERS[0]]):
+                raise CheckFailed(f"{name} gives other bits than {SCHEDULERS[0]} at S={tokens}; not timing it")
+        times = bench.interleaved(functions, repetitions)
+        row: dict[str, Any] = {"layer": layer, "gpus": ranks, "tokens": tokens, "ms": times}
+        for name in SCHEDULERS[1:]:
+            row[f"{name}_over_{SCHEDULERS[0]}"] = round(times[name]["median"] / times[SCHEDULERS[0]]["median"], 3)
+        rows.append(row)
+    for setup in setups.values():
+        setup.engine.check()
+        setup.engine.heap.close()
+    return rows
+
+
+def render_schedulers(results: dict[str, Any]) -> str:
+    """The table of a result of `run_schedulers`."""
+    lines = [f"{'layer':12} {'GPUs':>4} {'S':>6}" + "".join(f" {name:>12}" for name in SCHEDULERS)]
+    for row in results["rows"]:
+        line = f"{row['layer']:12} {row['gpus']:>4} {row['tokens']:>6}"
+        lines.append(line + "".join(f" {row['ms'][name]['median']:12.3f}" for name in SCHEDULERS))
+    return "\n".join(lines)
 
 
 def solver_times(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_fast import growth, prediction
+from moe_fast import growth, prediction, variants
 from moe_fast.backend import deadline_s
 from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, with_targets
 from moe_ref import cli
@@ -153,3 +153,19 @@ def test_the_recorded_predictions():
     assert found["median_error"] <= 0.15
     # the aim is 0.30; version 5 at 32 tokens and 128 experts, where the weights are all of the time, is 0.307
     assert found["worst_error"] <= 0.32
+
+
+def test_the_schedulers_table_names_all_of_them():
+    times = {"spare_warps": {"median": 1.0}, "os_block": {"median": 1.25}, "tickets": {"median": 0.5}}
+    text = variants.render_schedulers({"rows": [{"layer": "qwen3", "gpus": 2, "tokens": 1024, "ms": times}]})
+    head, row = text.splitlines()
+    assert head.split() == ["layer", "GPUs", "S", *times]
+    assert row.split() == ["qwen3", "2", "1024", "1.000", "1.250", "0.500"]
+
+
+@pytest.mark.parametrize("command", [["run"], ["schedulers"]])
+@pytest.mark.parametrize("sizes", ["1,x", "-1", ","])
+def test_sizes_that_are_none_are_refused(command, sizes):
+    done = CliRunner().invoke(app, [*command, "--tokens", sizes])
+    assert isinstance(done.exception, UsageError)
+    assert "--tokens" in str(done.exception)
