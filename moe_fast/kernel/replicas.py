@@ -162,7 +162,7 @@ def divide_rows(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch
                 begun = Int64(0)
                 if cutlass.const_expr(k.trace):
                     begun = Int64(cute.arch.globaltimer())
-                solver.solve(k, m, thread, solver.WARP)
+                solver.solve(k, m, thread)
                 if cutlass.const_expr(k.trace):
                     if thread == 0:
                         block, _, _ = cute.arch.block_idx()

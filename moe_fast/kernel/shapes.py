@@ -436,8 +436,8 @@ PLANNER_WORDS = 7680
 
 
 def solver_words(experts: int, replicas: int, ranks: int, slots: int) -> int:
-    """4 E D + 3 E + 3 P X + 5 P + D + 2: what the solver holds in shared memory, in 4-byte words."""
-    return 4 * experts * replicas + 3 * experts + 3 * ranks * slots + 5 * ranks + replicas + 2
+    """4 E D + 3 E + 3 P X + 2: what the solver holds in shared memory, in 4-byte words."""
+    return 4 * experts * replicas + 3 * experts + 3 * ranks * slots + 2
 
 
 def unsupported_placement(config: MoEConfig, placement: Placement, ranks: int) -> list[str]:

@@ -5,9 +5,19 @@ rank begins with its own rows on its own replica, the rest is poured over the re
 all ranks above the target pushes rows to ranks below it until the largest load is the smallest possible one. Read
 `flow` first for why that is optimal.
 
-What a warp changes: looking for the next replica that can give rows away takes 32 of them at a time. The rest is a
-chain of dependent steps that all lanes take together; lane 0 writes. With `lanes` = 1 the same code runs as host code,
-which is how it is tested without a GPU.
+What a warp makes of it. The steps depend on each other, so what counts is how long one takes:
+
+* Lane p holds what there is once for rank p: its load, its place in the search's queue, how the search came to it.
+  Reading another rank's is a shuffle. Sets of ranks are words of bits, the same in all lanes.
+* A path of the search is such a set, too. What it can carry is one minimum over the warp, and its lanes move the rows
+  of their own arcs, however long it is.
+* A rank that is reached looks at 32 of its slots together. Most ranks have nothing to look at: every lane knows which
+  ranks its rows could go to, so the next rank that has a new one among them is found in one step, and those before it
+  in the queue are passed over, which changes nothing.
+* In pouring, 32 experts lie in the lanes; from one to the next only the loads are waited for.
+
+Branches are the same for all lanes; where lanes differ they `pick` a value or write under a condition. So the code runs
+on any machine as plain Python on 32 lanes (tests/warps.py), which is how it is tested without a GPU.
 
 Memory is one array of int32 words (shared memory), cut up by `Words`. A replica's number is v = e * D + j.
 
@@ -26,6 +36,8 @@ from moe_fast.kernel.shapes import KernelShape
 from moe_ref.layout import ceil_div
 
 WARP = 32
+NONE = (1 << 31) - 1
+"""Larger than any load and any key."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +54,13 @@ class Words:
     held: int
     tile: int
     listed: int
-    load: int
-    came_from: int
-    came_by: int
-    came_into: int
-    queue: int
-    order: int
     total: int
 
     @classmethod
     def of(cls, experts: int, replicas: int, ranks: int, slots: int) -> Words:
-        """rows, start, rank, before [E, D]; rest, mask, count [E]; held [P, X]; tile, listed [P, X] + 1; others [P]."""
+        """rows, start, rank, before [E, D]; rest, mask, count [E]; held [P, X]; tile, listed [P, X] + 1."""
         pairs, all_slots = experts * replicas, ranks * slots
-        sizes = [pairs] * 4 + [experts] * 3 + [all_slots, all_slots + 1, all_slots + 1] + [ranks] * 5 + [replicas]
+        sizes = [pairs] * 4 + [experts] * 3 + [all_slots, all_slots + 1, all_slots + 1]
         offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         return cls(*offsets)
 
@@ -64,239 +70,236 @@ def words_of(k: KernelShape) -> Words:
     return Words.of(k.experts, k.replicas, k.ranks, k.slots)
 
 
-def sync(lanes: int) -> None:
-    """What one lane wrote, the others see."""
-    if lanes > 1:
-        cute.arch.sync_warp()
+# --- what lanes do together ----------------------------------------------------------------------------------------
+
+
+def pick(condition, yes, no):
+    """`yes` in the lanes where the condition holds, else `no`."""
+    return Int32(cutlass.select_(condition, Int32(yes).ir_value(), Int32(no).ir_value()))
+
+
+def from_lane(value, lane):
+    """What another lane has."""
+    return cute.arch.shuffle_sync(value, lane)
+
+
+def vote(condition):
+    """The lanes where it holds, as a word of bits."""
+    return Int32(cute.arch.vote_ballot_sync(condition))
+
+
+def least(value):
+    """The smallest of all lanes."""
+    return Int32(cute.arch.warp_redux_sync(value, "min"))
+
+
+def total_of(value):
+    """The sum of all lanes."""
+    return Int32(cute.arch.warp_redux_sync(value, "add"))
+
+
+def union_of(value):
+    """The bits of all lanes."""
+    return Int32(cute.arch.warp_redux_sync(value, "or"))
+
+
+def count_bits(mask):
+    """How many are set."""
+    return Int32(cute.arch.popc(mask))
+
+
+def sync():
+    """What a lane wrote before, the others see."""
+    cute.arch.sync_warp()
 
 
 @cute.jit
-def lowest_bit(mask: Int32) -> Int32:
-    """Index of the lowest bit that is set; the mask isn't 0."""
-    return Int32(cute.arch.popc((mask & (0 - mask)) - 1))
+def put_where(m: cute.Tensor, condition: Boolean, at: Int32, value: Int32):
+    """Write a word in the lanes where the condition holds."""
+    if condition:
+        m[at] = value
 
 
 @cute.jit
-def next_rest(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, after: Int32, lane: Int32, lanes: cutlass.Constexpr):
-    """First expert from `after` on that has rows to pour; E if none has."""
-    w = words_of(k)
-    found = Int32(k.experts)
-    if cutlass.const_expr(lanes == 1):
-        expert = after
-        while expert < found:
-            if m[w.rest + expert] > 0:
-                found = expert
-            expert += 1
-    else:
-        first = after // WARP * WARP
-        while first < found:
-            good = Boolean(False)
-            if first + lane >= after and first + lane < k.experts:
-                good = m[w.rest + first + lane] > 0
-            votes = Int32(cute.arch.vote_ballot_sync(good))
-            if votes != 0:
-                found = first + lowest_bit(votes)
-            first += WARP
-    return found
+def add_where(m: cute.Tensor, condition: Boolean, at: Int32, value: Int32):
+    """Add to a word in the lanes where the condition holds; several may have the same word."""
+    if condition:
+        cute.arch.red(m.iterator + at, value, op="add", dtype="s32", sem="relaxed", scope="cta")
+
+
+def lowest_bit(mask):
+    """Index of the lowest bit that is set; 32 if none is."""
+    return count_bits((mask & (0 - mask)) - 1)
+
+
+# --- pouring ---------------------------------------------------------------------------------------------------------
 
 
 @cute.jit
-def can_give(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, place: Int32, seen: Int32) -> Boolean:
-    """Whether the replica in a slot has rows, and its expert a replica on a rank that wasn't reached."""
-    w = words_of(k)
-    good = Boolean(False)
-    v = m[w.held + place]
-    if v >= 0:
-        if m[w.rows + v] != 0:
-            good = (m[w.mask + v // k.replicas] & ~seen) != 0
-    return good
+def pour_two(load: Int32, rank_a: Int32, rank_b: Int32, amount: Int32, lane: Int32) -> tuple[Int32, Int32]:
+    """`flow.fill_evenly` over two replicas: the loads, and what the first gets."""
+    load_a, load_b = from_lane(load, rank_a), from_lane(load, rank_b)
+    # halved on a non-negative number: // floors there as in Python
+    lift = load_b - load_a + amount + pick(load_a <= load_b, 1, 0)
+    to_a = min(max(lift, Int32(0)) // 2, amount)
+    load += pick(lane == rank_a, to_a, 0)
+    load += pick(lane == rank_b, amount - to_a, 0)
+    return load, to_a
 
 
 @cute.jit
-def next_replica(
+def pour_many(
     k: cutlass.Constexpr[KernelShape],
     m: cute.Tensor,
-    rank: Int32,
-    after: Int32,
-    seen: Int32,
+    load: Int32,
+    expert: Int32,
+    count: Int32,
+    amount: Int32,
     lane: Int32,
-    lanes: cutlass.Constexpr,
-):
-    """First slot of a rank from `after` on whose replica can give rows; X if none can."""
-    found = Int32(k.slots)
-    if cutlass.const_expr(lanes == 1):
-        slot = after
-        while slot < found:
-            if can_give(k, m, rank * k.slots + slot, seen):
-                found = slot
-            slot += 1
-    else:
-        first = after // WARP * WARP
-        while first < found:
-            good = Boolean(False)
-            if first + lane >= after and first + lane < k.slots:
-                good = can_give(k, m, rank * k.slots + first + lane, seen)
-            votes = Int32(cute.arch.vote_ballot_sync(good))
-            if votes != 0:
-                found = first + lowest_bit(votes)
-            first += WARP
-    return found
-
-
-@cute.jit
-def largest_load(k: cutlass.Constexpr[KernelShape], m: cute.Tensor) -> Int32:
-    """Rows of the busiest rank."""
-    w = words_of(k)
-    most = Int32(0)
-    for p in cutlass.range_constexpr(k.ranks):
-        most = max(most, m[w.load + p])
-    return most
-
-
-@cute.jit
-def give(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, v: Int32, amount: Int32):
-    """One lane: replica v gets rows."""
-    w = words_of(k)
-    rank = m[w.rank + v]
-    m[w.load + rank] = m[w.load + rank] + amount
-    m[w.rows + v] = m[w.rows + v] + amount
-
-
-@cute.jit
-def fill_evenly(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, expert: Int32):
-    """One lane: `flow.fill_evenly` of what an expert has to pour over its replicas."""
-    w = words_of(k)
-    amount, count, first = m[w.rest + expert], m[w.count + expert], expert * k.replicas
-    if count == 1:
-        give(k, m, first, amount)
-    elif count == 2:
-        load_a, load_b = m[w.load + m[w.rank + first]], m[w.load + m[w.rank + first + 1]]
-        # halved on a non-negative number: // floors there as in Python
-        lift = load_b - load_a + amount
-        if load_a <= load_b:
-            lift += 1
-        to_a = min(max(lift, Int32(0)) // 2, amount)
-        give(k, m, first, to_a)
-        give(k, m, first + 1, amount - to_a)
-    elif cutlass.const_expr(k.replicas > 2):
-        # insertion sort by (load, replica), then the lowest ranks share: `width` of them
-        for j in range(count):
-            mine = m[w.load + m[w.rank + first + j]]
-            i = j
-            go = i > 0
-            while go:
-                before = m[w.order + i - 1]
-                go = m[w.load + m[w.rank + first + before]] > mine
-                if go:
-                    m[w.order + i] = before
-                    i -= 1
-                    go = i > 0
-            m[w.order + i] = j
-        below = m[w.load + m[w.rank + first + m[w.order]]]
-        width = Int32(1)
-        go = width < count
-        while go:
-            following = m[w.load + m[w.rank + first + m[w.order + width]]]
-            go = following * width - below < amount
-            if go:
-                below += following
-                width += 1
-                go = width < count
-        level, extra = (below + amount) // width, (below + amount) % width
-        for position in range(width):
-            v = first + m[w.order + position]
-            part = level - m[w.load + m[w.rank + v]]
-            if position < extra:
-                part += 1
-            give(k, m, v, part)
-
-
-@cute.jit
-def push(
-    k: cutlass.Constexpr[KernelShape],
-    m: cute.Tensor,
-    sink: Int32,
-    target: Int32,
-    lane: Int32,
-    lanes: cutlass.Constexpr,
 ) -> Int32:
-    """`flow._push`: move what the path to `sink` can carry; the rows moved."""
+    """`flow.fill_evenly` over any number of replicas, one a lane; writes their rows and returns the loads."""
     w = words_of(k)
-    amount = target - m[w.load + sink]
-    v = sink
-    u = m[w.came_from + sink]
-    while u >= 0:
-        amount = min(amount, m[w.rows + m[w.came_by + v]])
-        v = u
-        u = m[w.came_from + v]
-    amount = min(amount, m[w.load + v] - target)
-    sync(lanes)
-    if lane == 0 and amount > 0:
-        m[w.load + v] = m[w.load + v] - amount
-        m[w.load + sink] = m[w.load + sink] + amount
-        v = sink
-        u = m[w.came_from + sink]
-        while u >= 0:
-            out, into = m[w.came_by + v], m[w.came_into + v]
-            m[w.rows + out] = m[w.rows + out] - amount
-            m[w.rows + into] = m[w.rows + into] + amount
-            v = u
-            u = m[w.came_from + v]
-    sync(lanes)
-    return amount
+    mine = lane < count
+    first = expert * k.replicas
+    rank = m[w.rank + first + min(lane, count - 1)]
+    here = from_lane(load, rank)
+    # how many ranks lie below this one (ties to the earlier replica), and how many rows lift them up to it
+    position, lift = Int32(0), Int32(0)
+    for j in range(count):
+        other = from_lane(here, j)
+        below = other < here + pick(lane > j, 1, 0)
+        position += pick(below, 1, 0)
+        lift += pick(below, here - other, 0)
+    shared = mine & (lift < amount)
+    width = count_bits(vote(shared))
+    level = total_of(pick(shared, here, 0)) + amount
+    extra = level % width
+    part = pick(shared, level // width - here + pick(position < extra, 1, 0), 0)
+    put_where(m, mine, w.rows + first + lane, part)
+    for j in range(count):
+        load += pick(lane == from_lane(rank, j), from_lane(part, j), 0)
+    return load
+
+
+@cute.jit
+def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: Int32) -> Int32:
+    """`flow.pour`: what has no replica at home, expert by expert; returns the loads."""
+    w = words_of(k)
+    for first in range(0, k.experts, WARP):
+        real = first + lane < k.experts
+        expert = min(first + lane, Int32(k.experts - 1))
+        rest, count = pick(real, m[w.rest + expert], 0), m[w.count + expert]
+        rank_a, rank_b = m[w.rank + expert * k.replicas], m[w.rank + expert * k.replicas + 1]
+        where = count << 10 | pick(count > 1, rank_b, 0) << 5 | rank_a
+        to_a = Int32(0)
+        votes = vote(rest > 0)
+        # the next expert's words are asked for before they are needed
+        turn = lowest_bit(votes)
+        amount, packed = from_lane(rest, turn), from_lane(where, turn)
+        while votes != 0:
+            now, now_amount, now_packed = turn, amount, packed
+            votes = votes & (votes - 1)
+            turn = lowest_bit(votes)
+            amount, packed = from_lane(rest, turn), from_lane(where, turn)
+            a, b, replicas = now_packed & 31, now_packed >> 5 & 31, now_packed >> 10
+            if replicas == 1:
+                load += pick(lane == a, now_amount, 0)
+            elif replicas == 2:
+                load, part = pour_two(load, a, b, now_amount, lane)
+                to_a = pick(lane == now, part, to_a)
+            elif cutlass.const_expr(k.replicas > 2):
+                load = pour_many(k, m, load, first + now, replicas, now_amount, lane)
+        put_where(m, (rest > 0) & (count <= 2), w.rows + expert * k.replicas, pick(count == 1, rest, to_a))
+        put_where(m, (rest > 0) & (count == 2), w.rows + expert * k.replicas + 1, rest - to_a)
+    sync()
+    return load
+
+
+# --- searching -------------------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def search(
-    k: cutlass.Constexpr[KernelShape], m: cute.Tensor, target: Int32, lane: Int32, lanes: cutlass.Constexpr
-) -> tuple[Boolean, Int32]:
-    """`flow.search`: whether rows moved, and the ranks that were reached as a bit mask."""
+    k: cutlass.Constexpr[KernelShape], m: cute.Tensor, target: Int32, load: Int32, ways: Int32, lane: Int32
+) -> tuple[Boolean, Int32, Int32, Int32]:
+    """`flow.search`: whether rows moved, the ranks that were reached as bits, the loads, the ways.
+
+    ways: of lane p, at least the ranks that have a replica of an expert with rows on rank p.
+    """
     w = words_of(k)
-    seen, tail = Int32(0), Int32(0)
-    for p in cutlass.range_constexpr(k.ranks):
-        if m[w.load + p] > target:
-            seen = seen | Int32(_bit(p))
-            if lane == 0:
-                m[w.came_from + p] = -1
-                m[w.queue + tail] = p
-            tail += 1
-    sync(lanes)
-    head = Int32(0)
+    own = Int32(1) << lane
+    sources = vote(load > target)
+    seen, tail = sources, count_bits(sources)
+    room = vote(load < target)
+    # of lane p: its place in the queue; the ranks on the way to it; the replicas that give and take in the last step,
+    # and the ranks of their expert
+    place, path, giver, taker, through = count_bits(sources & (own - 1)), own, Int32(0), Int32(-2), Int32(0)
+    last = Int32(-1)
     moved = Boolean(False)
-    while head < tail:
-        u = m[w.queue + head]
-        head += 1
-        slot = next_replica(k, m, u, Int32(0), seen, lane, lanes)
-        while slot < k.slots:
-            out = m[w.held + u * k.slots + slot]
-            first = out // k.replicas * k.replicas
-            for i in cutlass.range_constexpr(k.replicas):
-                v = m[w.rank + first + i]
-                known = Int32(1)
-                if v >= 0:
-                    known = (seen >> v) & 1
-                if known == 0:
-                    if lane == 0:
-                        m[w.came_from + v] = u
-                        m[w.came_by + v] = out
-                        m[w.came_into + v] = first + i
-                    sync(lanes)
-                    if m[w.load + v] < target:
-                        if push(k, m, v, target, lane, lanes) > 0:
-                            moved = Boolean(True)
-                    if m[w.load + v] >= target:
-                        seen = seen | (Int32(1) << v)
-                        if lane == 0:
-                            m[w.queue + tail] = v
-                        tail += 1
-                    sync(lanes)
-            slot = next_replica(k, m, u, slot + 1, seen, lane, lanes)
-    return moved, seen
+    go = Boolean(True)
+    while go:
+        # the next in the queue from whom a new rank can be reached
+        waits = ((seen & own) != 0) & (place > last) & ((ways & ~seen) != 0)
+        key = least(pick(waits, place << 5 | lane, NONE))
+        go = key != NONE
+        if go:
+            last, u = key >> 5, key & 31
+            path_u, taker_u = from_lane(path, u), from_lane(taker, u)
+            found = Int32(0)
+            for first in range(0, k.slots, WARP):
+                slot = first + lane
+                held = m[w.held + u * k.slots + min(slot, Int32(k.slots - 1))]
+                held = pick(slot < k.slots, held, -1)
+                at = max(held, Int32(0))
+                rows, mask = pick(held >= 0, m[w.rows + at], 0), m[w.mask + at // k.replicas]
+                found = found | pick(rows != 0, mask, 0)
+                votes = vote((rows != 0) & ((mask & ~seen) != 0))
+                while votes != 0:
+                    turn = lowest_bit(votes)
+                    out, ranks_of = from_lane(held, turn), from_lane(mask, turn)
+                    begin = out // k.replicas * k.replicas
+                    # replicas on ranks that weren't reached, in their order; with two of them only the other one
+                    rank, others = lowest_bit(ranks_of & ~seen), Int32(1)
+                    if cutlass.const_expr(k.replicas > 2):
+                        rank = m[w.rank + begin + min(lane, Int32(k.replicas - 1))]
+                        others = vote((lane < k.replicas) & (rank >= 0) & ((seen >> max(rank, Int32(0)) & 1) == 0))
+                    while others != 0:
+                        j = lowest_bit(others)
+                        others = others & (others - 1)
+                        v, into = rank, begin * 2 + 1 - out
+                        if cutlass.const_expr(k.replicas > 2):
+                            v, into = from_lane(rank, j), begin + j
+                        here, bit = lane == v, Int32(1) << v
+                        giver, taker = pick(here, out, giver), pick(here, into, taker)
+                        path, through = pick(here, path_u | bit, path), pick(here, ranks_of, through)
+                        if (room & bit) != 0:
+                            # `flow._push`
+                            on = ((path_u | bit) & own) != 0
+                            source = on & ((sources & own) != 0)
+                            carries = pick(source, load - target, m[w.rows + giver])
+                            carries = pick(here, min(carries, target - load), carries)
+                            amount = least(pick(on, carries, NONE))
+                            if amount > 0:
+                                moved = Boolean(True)
+                                load += pick(here, amount, 0) - pick(source, amount, 0)
+                                step = on & ((sources & own) == 0)
+                                add_where(m, step, w.rows + giver, -amount)
+                                add_where(m, step, w.rows + taker, amount)
+                                ways = pick(step, ways | through, ways)
+                                rows += pick(held == taker_u, amount, 0) - pick(lane == turn, amount, 0)
+                                sync()
+                                room = vote(load < target)
+                        if (room & bit) == 0:
+                            seen = seen | bit
+                            place = pick(here, tail, place)
+                            tail += 1
+                    # the same slot isn't looked at again
+                    votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
+            ways = pick(lane == u, union_of(found) | through, ways)
+    return moved, seen, load, ways
 
 
-def _bit(position: int) -> int:
-    """Bit as a signed 32-bit integer."""
-    return 1 << position if position < 31 else -(1 << 31)
+# --- all of it -------------------------------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -324,62 +327,55 @@ def begin_tables(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, expert: Int3
 
 
 @cute.jit
-def own_load(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, rank: Int32, lane: Int32, lanes: cutlass.Constexpr):
-    """Rows that begin on a rank's own replicas."""
+def begin_loads(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, lane: Int32) -> tuple[Int32, Int32]:
+    """Rows that begin on rank p's own replicas, in lane p, and all rows that are to be poured."""
     w = words_of(k)
-    total = Int32(0)
-    for slot in range(lane, k.slots, lanes):
-        v = m[w.held + rank * k.slots + slot]
-        if v >= 0:
-            total += m[w.start + v]
-    if cutlass.const_expr(lanes > 1):
-        total = cute.arch.warp_reduction_sum(total)
-    return total
+    parts = cute.make_rmem_tensor(k.ranks, Int32)
+    for p in cutlass.range_constexpr(k.ranks):
+        parts[p] = Int32(0)
+    pairs = k.experts * k.replicas
+    for first in range(0, pairs, WARP):
+        v = min(first + lane, Int32(pairs - 1))
+        rank = pick(first + lane < pairs, m[w.rank + v], -1)
+        rows = m[w.start + v]
+        for p in cutlass.range_constexpr(k.ranks):
+            parts[p] = parts[p] + pick(rank == p, rows, 0)
+    load, rest = Int32(0), Int32(0)
+    for p in cutlass.range_constexpr(k.ranks):
+        load = pick(lane == p, total_of(parts[p]), load)
+    for first in range(0, k.experts, WARP):
+        rest += pick(first + lane < k.experts, m[w.rest + min(first + lane, Int32(k.experts - 1))], 0)
+    return load, total_of(rest)
 
 
 @cute.jit
-def solve(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
-    """`flow.solve` with locality: rows[v] from start, rest and the tables; returns the largest load."""
+def solve(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, lane: Int32) -> Int32:
+    """A whole warp: `flow.solve` with locality: rows[v] from start, rest and the tables; returns the largest load."""
     w = words_of(k)
-    total = Int32(0)
-    for p in cutlass.range_constexpr(k.ranks):
-        here = own_load(k, m, Int32(p), lane, lanes)
-        total += here
-        if lane == 0:
-            m[w.load + p] = here
-    sync(lanes)
-    poured = Int32(0)
-    for expert in range(lane, k.experts, lanes):
-        poured += m[w.rest + expert]
-    if cutlass.const_expr(lanes > 1):
-        poured = cute.arch.warp_reduction_sum(poured)
-    target = Int32(ceil_div(total + poured, k.ranks))
-    expert = next_rest(k, m, Int32(0), lane, lanes)
-    while expert < k.experts:
-        if lane == 0:
-            fill_evenly(k, m, expert)
-        expert = next_rest(k, m, expert + 1, lane, lanes)
-    sync(lanes)
+    load, poured = begin_loads(k, m, lane)
+    target = Int32(ceil_div(total_of(load) + poured, k.ranks))
+    ways = Int32(-1)
     # first only what was poured moves; what replicas began with gives way where that isn't enough
-    go = poured > 0 and largest_load(k, m) > target
+    if poured > 0:
+        load = pour(k, m, load, lane)
+        go = vote(load > target) != 0
+        while go:
+            moved, _, load, ways = search(k, m, target, load, ways, lane)
+            go = moved and vote(load > target) != 0
+    pairs = k.experts * k.replicas
+    for first in range(0, pairs, WARP):
+        v = min(first + lane, Int32(pairs - 1))
+        put_where(m, first + lane < pairs, w.rows + v, m[w.rows + v] + m[w.start + v])
+    sync()
+    ways = Int32(-1)
+    go = vote(load > target) != 0
     while go:
-        moved, _ = search(k, m, target, lane, lanes)
-        go = moved and largest_load(k, m) > target
-    for v in range(lane, k.experts * k.replicas, lanes):
-        m[w.rows + v] = m[w.rows + v] + m[w.start + v]
-    sync(lanes)
-    go = largest_load(k, m) > target
-    while go:
-        moved, seen = search(k, m, target, lane, lanes)
+        moved, seen, load, ways = search(k, m, target, load, ways, lane)
         if not moved:
             # what is in the reached set is trapped in it
-            inside, size = Int32(0), Int32(0)
-            for p in cutlass.range_constexpr(k.ranks):
-                if ((seen >> p) & 1) != 0:
-                    inside += m[w.load + p]
-                    size += 1
-            target = Int32(ceil_div(inside, size))
-        go = largest_load(k, m) > target
+            inside = total_of(pick((seen >> lane & 1) != 0, load, 0))
+            target = Int32(ceil_div(inside, count_bits(seen)))
+        go = vote(load > target) != 0
     return target
 
 

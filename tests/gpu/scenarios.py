@@ -140,43 +140,17 @@ def repeat_case(case: Case) -> dict:
 
 
 def solving() -> dict:
-    """The solver on the device against `moe_ref.balance`: 1,000 random batches, same quotas; how long a solve takes."""
-    import numpy as np
-    from solving import DeviceSolver
-
-    from moe_fast.kernel.shapes import KernelShape
-    from moe_ref import balance
-    from moe_ref.balance.loads import LoadModel
-    from moe_ref.placement import Placement
+    """The solver on the device against `moe_ref.balance`: over 1,000 batches, same quotas; how long a solve takes."""
+    from solving import measure
 
     if rank_and_size()[0]:
         return {}
-    plain = KernelShape.from_config(cases.SMALL.config, 1)
-    generator = np.random.default_rng(5)
-    out, count = {}, 0
-    for experts, ranks, most in ((8, 2, 2), (32, 2, 2), (128, 2, 2), (32, 8, 2), (64, 8, 3)):
-        sets = [
-            [generator.permutation(ranks)[: generator.integers(1, most + 1)] for _ in range(experts)] for _ in range(4)
-        ]
-        sets.append([[(e + e // ranks * j + j) % ranks for j in range(2)] for e in range(experts)])
-        sets[-1] = [pair if pair[0] != pair[1] else [pair[0], (pair[0] + 1) % ranks] for pair in sets[-1]]
-        placements = [Placement.from_replicas(one, ranks) for one in sets]
-        slots = max(placement.slots for placement in placements)
-        solver = DeviceSolver(replace(plain, experts=experts, ranks=ranks, replicas=most, placed_slots=slots))
-        for number, placement in enumerate(placements):
-            skew = (0.0, 0.5, 1.0, 1.2, 2.0)[number]
-            batches = np.stack(list(LoadModel(ranks, experts, skew, rows_per_rank=16384, seed=number).batches(40)))
-            if number == 0:
-                batches[generator.random(batches.shape) < 0.3] = 0
-            quota, times = solver.plan(batches, placement)
-            for batch, got in zip(batches, quota, strict=True):
-                want = balance.schedule(batch, placement).quota_PED
-                assert np.array_equal(got[..., : want.shape[2]], want), f"{placement}: {batch.tolist()}"
-                assert not got[..., want.shape[2] :].any(), "rows for a replica that isn't there"
-            count += len(batches)
-            key = f"E{experts} P{ranks} D{most} zipf {skew} {'two each' if number == 4 else 'random sets'}"
-            out[key] = [round(float(np.median(times)) / 1e3, 2), round(float(times.max()) / 1e3, 2)]
-    return {"plans": count, "microseconds_median_and_most": out}
+    rows = measure()
+    times = {
+        f"E{row['experts']} P{row['ranks']} {row['loads']}": [row["median_us"], row["worst_us"], row["first_median_us"]]
+        for row in rows
+    }
+    return {"plans": sum(row["plans"] for row in rows), "microseconds_median_worst_and_first_median": times}
 
 
 def sweep(shapes: list[Case]) -> dict:
