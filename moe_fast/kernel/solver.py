@@ -190,7 +190,8 @@ def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: I
         expert = min(first + lane, Int32(k.experts - 1))
         rest, count = pick(real, m[w.rest + expert], 0), m[w.count + expert]
         rank_a, rank_b = m[w.rank + expert * k.replicas], m[w.rank + expert * k.replicas + 1]
-        where = count << 10 | pick(count > 1, rank_b, 0) << 5 | rank_a
+        # one replica is two on the same rank
+        where = count << 10 | pick(count > 1, rank_b, rank_a) << 5 | rank_a
         to_a = Int32(0)
         votes = vote(rest > 0)
         # the next expert's words are asked for before they are needed
@@ -201,14 +202,11 @@ def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: I
             votes = votes & (votes - 1)
             turn = lowest_bit(votes)
             amount, packed = from_lane(rest, turn), from_lane(where, turn)
-            a, b, replicas = now_packed & 31, now_packed >> 5 & 31, now_packed >> 10
-            if replicas == 1:
-                load += pick(lane == a, now_amount, 0)
-            elif replicas == 2:
-                load, part = pour_two(load, a, b, now_amount, lane)
+            if now_packed >> 10 <= 2:
+                load, part = pour_two(load, now_packed & 31, now_packed >> 5 & 31, now_amount, lane)
                 to_a = pick(lane == now, part, to_a)
             elif cutlass.const_expr(k.replicas > 2):
-                load = pour_many(k, m, load, first + now, replicas, now_amount, lane)
+                load = pour_many(k, m, load, first + now, now_packed >> 10, now_amount, lane)
         put_where(m, (rest > 0) & (count <= 2), w.rows + expert * k.replicas, pick(count == 1, rest, to_a))
         put_where(m, (rest > 0) & (count == 2), w.rows + expert * k.replicas + 1, rest - to_a)
     sync()
@@ -231,9 +229,10 @@ def search(
     sources = vote(load > target)
     seen, tail = sources, count_bits(sources)
     room = vote(load < target)
-    # of lane p: its place in the queue; the ranks on the way to it; the replicas that give and take in the last step,
-    # and the ranks of their expert
-    place, path, giver, taker, through = count_bits(sources & (own - 1)), own, Int32(0), Int32(-2), Int32(0)
+    # of lane p: its place in the queue, the ranks on the way to it; of the last step there: the replicas that give and
+    # take, the ranks of their expert, and what there is to give (with two replicas nobody else changes it)
+    place, path = count_bits(sources & (own - 1)), own
+    giver, taker, through, left = Int32(0), Int32(-2), Int32(0), Int32(0)
     last = Int32(-1)
     moved = Boolean(False)
     go = Boolean(True)
@@ -245,46 +244,48 @@ def search(
         if go:
             last, u = key >> 5, key & 31
             path_u, taker_u = from_lane(path, u), from_lane(taker, u)
-            found = Int32(0)
+            reaches = Int32(0)
             for first in range(0, k.slots, WARP):
                 slot = first + lane
-                held = m[w.held + u * k.slots + min(slot, Int32(k.slots - 1))]
-                held = pick(slot < k.slots, held, -1)
+                held = pick(slot < k.slots, m[w.held + u * k.slots + min(slot, Int32(k.slots - 1))], -1)
                 at = max(held, Int32(0))
                 rows, mask = pick(held >= 0, m[w.rows + at], 0), m[w.mask + at // k.replicas]
-                found = found | pick(rows != 0, mask, 0)
+                reaches = reaches | union_of(pick(rows != 0, mask, 0))
                 votes = vote((rows != 0) & ((mask & ~seen) != 0))
                 while votes != 0:
                     turn = lowest_bit(votes)
-                    out, ranks_of = from_lane(held, turn), from_lane(mask, turn)
+                    out, ranks_of, amount = from_lane(held, turn), from_lane(mask, turn), from_lane(rows, turn)
                     begin = out // k.replicas * k.replicas
-                    # replicas on ranks that weren't reached, in their order; with two of them only the other one
-                    rank, others = lowest_bit(ranks_of & ~seen), Int32(1)
+                    # replicas on ranks that weren't reached, in their order; of two the other one
+                    rank, others = Int32(0), Int32(1)
                     if cutlass.const_expr(k.replicas > 2):
                         rank = m[w.rank + begin + min(lane, Int32(k.replicas - 1))]
                         others = vote((lane < k.replicas) & (rank >= 0) & ((seen >> max(rank, Int32(0)) & 1) == 0))
                     while others != 0:
-                        j = lowest_bit(others)
-                        others = others & (others - 1)
-                        v, into = rank, begin * 2 + 1 - out
+                        bit, into = ranks_of & ~seen, begin * 2 + 1 - out
                         if cutlass.const_expr(k.replicas > 2):
-                            v, into = from_lane(rank, j), begin + j
-                        here, bit = lane == v, Int32(1) << v
+                            j = lowest_bit(others)
+                            bit, into = Int32(1) << from_lane(rank, j), begin + j
+                        others = others & (others - 1)
+                        here = own == bit
                         giver, taker = pick(here, out, giver), pick(here, into, taker)
                         path, through = pick(here, path_u | bit, path), pick(here, ranks_of, through)
+                        left = pick(here, amount, left)
                         if (room & bit) != 0:
                             # `flow._push`
                             on = ((path_u | bit) & own) != 0
                             source = on & ((sources & own) != 0)
-                            carries = pick(source, load - target, m[w.rows + giver])
-                            carries = pick(here, min(carries, target - load), carries)
+                            step = on & ((sources & own) == 0)
+                            if cutlass.const_expr(k.replicas > 2):
+                                left = m[w.rows + giver]
+                            carries = pick(here, min(left, target - load), pick(source, load - target, left))
                             amount = least(pick(on, carries, NONE))
                             if amount > 0:
                                 moved = Boolean(True)
                                 load += pick(here, amount, 0) - pick(source, amount, 0)
-                                step = on & ((sources & own) == 0)
                                 add_where(m, step, w.rows + giver, -amount)
                                 add_where(m, step, w.rows + taker, amount)
+                                left -= pick(step, amount, 0)
                                 ways = pick(step, ways | through, ways)
                                 rows += pick(held == taker_u, amount, 0) - pick(lane == turn, amount, 0)
                                 sync()
@@ -295,7 +296,7 @@ def search(
                             tail += 1
                     # the same slot isn't looked at again
                     votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
-            ways = pick(lane == u, union_of(found) | through, ways)
+            ways = pick(lane == u, reaches | through, ways)
     return moved, seen, load, ways
 
 
