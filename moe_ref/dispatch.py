@@ -89,9 +89,9 @@ def dispatch(
     received = world.exchange(rows, sizes_PG, anchor)
     del rows
     heaps = []
-    for i, rank in enumerate(world.local_ranks):
-        heap_NH = received[i].new_full((layout.heap_rows(rank), received[i].shape[1]), float("nan"))
+    for rank in world.local_ranks:
+        rows_NH = received.pop(0)  # let go of as soon as they are in the heap
+        heap_NH = rows_NH.new_full((layout.heap_rows(rank), rows_NH.shape[1]), float("nan"))
         where_N = torch.from_numpy(layout.receive_rows(rank)).to(heap_NH.device)
-        heaps.append(heap_NH.index_copy_(0, where_N, received[i]))
-        received[i] = received[i][:0]
+        heaps.append(heap_NH.index_copy_(0, where_N, rows_NH))
     return heaps, Dispatch(tuple(routes), sizes_PG, layout)

@@ -163,22 +163,29 @@ def make_layout(layer: MoELayer, plan: Plan, tokens_P: np.ndarray) -> Layout:
     return FixedLayout.from_plan(plan, align_up(max(capacity, 1), config.tile_rows))
 
 
-def dense_rows(heap_NH: Tensor, segments: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-    """The valid rows of a heap, one tensor per segment of the layout, padding skipped.
+def expert_tiles(heap_NH: Tensor, segments: Sequence[tuple[int, int, int]], tile_rows: int) -> list[Tensor]:
+    """The rows of each segment in whole tiles: the receiver fills up a segment's last tile with zeros, in the heap.
 
-    One split instead of a slice per segment: its backward writes each gradient once.
+    Segments start on tiles, so the row-tile rule costs no copy of the rows, only the zeros. One split instead of a
+    slice per segment: its backward writes each gradient once.
+
+    Returns:
+        One view of the heap per segment, [rows rounded up to tile_rows, H].
     """
-    sizes, part_at, position = [], {}, 0
+    sizes, part_at, padding, position = [], {}, [], 0
     for _, first, rows in sorted(segments, key=lambda segment: segment[1]):
-        sizes += [first - position, rows]
+        end = first + align_up(rows, tile_rows)
+        padding += range(first + rows, end)
+        sizes += [first - position, end - first]
         part_at[first] = len(sizes) - 1
-        position = first + rows
+        position = end
+    heap_NH = heap_NH.index_fill_(0, torch.tensor(padding, dtype=torch.int64, device=heap_NH.device), 0.0)
     parts = heap_NH.split([*sizes, heap_NH.shape[0] - position])
     return [parts[part_at[first]] for _, first, _ in segments]
 
 
 def compute_experts(
-    rows_NH: Sequence[Tensor],
+    tiles_NH: Sequence[Tensor],
     segments: Sequence[tuple[int, int, int]],
     weights: Sequence[ExpertWeights],
     layer: MoELayer,
@@ -187,19 +194,21 @@ def compute_experts(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """GEMM0 and GEMM1 of one rank, segment by segment; returns outputs and, if kept, hidden activations.
 
-    Without `keep_hidden` only one segment's hidden rows live at a time. A rank that got no row computes an empty block
-    with its first expert: its weights stay in the graph, their gradients are zeros, and the backward of the exchange is
-    entered on every rank.
+    A segment's rows come with or without the zeros that fill up its last tile; its results are without. Without
+    `keep_hidden` only one segment's hidden rows live at a time. A rank that got no row computes an empty block with its
+    first expert: its weights stay in the graph, their gradients are zeros, and the backward of the exchange is entered
+    on every rank.
     """
     config = layer.config
-    blocks = [(slot, rows) for (slot, _, _), rows in zip(segments, rows_NH, strict=True)]
-    given = hidden_ND.split([rows.shape[0] for _, rows in blocks]) if hidden_ND is not None and blocks else None
+    given = hidden_ND.split([rows for _, _, rows in segments]) if hidden_ND is not None and segments else None
     outputs, hiddens = [], []
-    for i, (slot, rows) in enumerate(blocks):
-        hidden = gemm0(rows, weights[slot], config) if given is None else given[i]
-        outputs.append(gemm1(hidden, weights[slot], config))
+    for i, ((slot, _, rows), tiles) in enumerate(zip(segments, tiles_NH, strict=True)):
+        hidden = gemm0(tiles, weights[slot], config) if given is None else given[i]
+        if config.expert_bias:
+            hidden = hidden[:rows]  # a bias leaves no zeros in the padding; gemm1 pads anew
+        outputs.append(gemm1(hidden, weights[slot], config)[:rows])
         if keep_hidden:
-            hiddens.append(hidden)
+            hiddens.append(hidden[:rows])
     return outputs, hiddens
 
 
@@ -265,17 +274,22 @@ def run(
         else:
             heaps, sent = dispatch(world, x_SH, record.routing, record.plan, layout, anchor)
         record.sent_PG = sent.sizes_PG
-        blocks = [dense_rows(heap, parts) for heap, parts in zip(heaps, segments, strict=True)]
-        for i, rows in enumerate(blocks):
-            if not rows and layer.experts_of(world.local_ranks[i]):
-                segments[i], blocks[i] = [(0, 0, 0)], [heaps[i][:0]]
+        nothing = [heap[:0].clone() for heap in heaps]  # in the graph like a heap's rows, but holds no heap
+        tiles = [expert_tiles(heap, parts, config.tile_rows) for heap, parts in zip(heaps, segments, strict=True)]
+        del heaps
+        for i, rank in enumerate(world.local_ranks):
+            if not tiles[i] and layer.experts_of(rank):
+                segments[i], tiles[i] = [(0, 0, 0)], [nothing[i]]
         if given is not None and given.rows_NH is not None:
-            blocks = [
-                list(full.split([rows.shape[0] for rows in old])) if old else []
-                for full, old in zip(given.rows_NH, blocks, strict=True)
+            tiles = [
+                list(full.split([rows for _, _, rows in parts])) if parts else []
+                for full, parts in zip(given.rows_NH, segments, strict=True)
             ]
         if keep:
-            record.rows_NH = [_cat(rows, heap) for rows, heap in zip(blocks, heaps, strict=True)]
+            record.rows_NH = [
+                _cat([tile[:rows] for tile, (_, _, rows) in zip(mine, parts, strict=True)], like)
+                for mine, parts, like in zip(tiles, segments, nothing, strict=True)
+            ]
     if last == 3:
         return record
 
@@ -284,10 +298,11 @@ def run(
         for i, rank in enumerate(world.local_ranks):
             start = given.hidden_ND[i] if given is not None and given.hidden_ND is not None else None
             weights = layer.weights_of(rank, x_SH[i].dtype)
-            out, hidden = compute_experts(blocks[i], segments[i], weights, layer, start, keep)
-            outputs.append(_cat(out, heaps[i]))
-            hiddens.append(_cat(hidden, heaps[i].new_empty(0, config.intermediate)))
-            blocks[i], heaps[i] = [], heaps[i][:0]
+            out, hidden = compute_experts(tiles[i], segments[i], weights, layer, start, keep)
+            tiles[i] = []
+            outputs.append(_cat(out, nothing[i]))
+            hiddens.append(_cat(hidden, nothing[i].new_empty(0, config.intermediate)))
+            del out, hidden
         if given is not None and given.output_NH is not None:
             outputs = list(given.output_NH)
         if keep:
@@ -305,6 +320,7 @@ def run(
             returned = return_rows(world, outputs, sent, record.routing, anchor)
             if keep:
                 record.returned_NH = returned
+        del outputs
     if last == 6:
         return record
     with _timed(record, "combine", device):
@@ -321,4 +337,4 @@ def run(
 
 
 def _cat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(list(parts)) if parts else like[:0]
+    return torch.cat(list(parts)) if parts else like
