@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_ref.dispatch import Dispatch
+from moe_ref.dispatch import Dispatch, place_rows
 from moe_ref.experts import accumulate_dtype
 from moe_ref.gate import Routing
 from moe_ref.layout import CompactLayout, FixedLayout
@@ -47,11 +47,11 @@ def return_rows(
         rows_NH = home[i]
         if isinstance(sent.layout, FixedLayout):
             # Round 1 of the paper's tensor: results come back to the coordinate that mirrors the one they were sent to.
-            heap_NH = rows_NH.new_full((sent.layout.heap_rows(rank), rows_NH.shape[1]), float("nan"))
             where_N = torch.from_numpy(sent.layout.home_rows(rank)).to(rows_NH.device)
-            rows_NH = heap_NH.index_copy_(0, where_N, rows_NH).index_select(0, where_N)
+            heap_NH = place_rows(rows_NH, where_N, sent.layout.heap_rows(rank), float("nan"))
+            rows_NH = heap_NH.index_select(0, where_N)
         routes = routing[i].expert_SK.numel()
-        returned.append(rows_NH.new_zeros(routes, rows_NH.shape[1]).index_copy_(0, sent.route_N[i], rows_NH))
+        returned.append(place_rows(rows_NH, sent.route_N[i], routes, 0.0))
     return returned
 
 
@@ -66,7 +66,7 @@ def combine(returned_NH: Tensor, routing: Routing, shared_SH: Tensor | None) -> 
     rows_SKH = returned_NH.view(tokens, top_k, returned_NH.shape[1])
     y_SH = weight_SK[:, :1] * rows_SKH[:, 0].to(dtype)
     for k in range(1, top_k):
-        y_SH = y_SH + weight_SK[:, k : k + 1] * rows_SKH[:, k].to(dtype)
+        y_SH += weight_SK[:, k : k + 1] * rows_SKH[:, k].to(dtype)
     if shared_SH is not None:
         y_SH = y_SH + shared_SH.to(dtype)
     return y_SH.to(returned_NH.dtype)

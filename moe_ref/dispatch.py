@@ -66,6 +66,13 @@ def send_order(expert_SK: Tensor, plan: Plan, source: int) -> np.ndarray:
     return route_N[np.argsort(key_N, kind="stable")]
 
 
+def place_rows(rows_NH: Tensor, where_N: Tensor, size: int, elsewhere: float) -> Tensor:
+    """A new tensor [size, H] with `rows_NH` at its rows `where_N` and the number `elsewhere` in all others."""
+    free_N = torch.ones(size, dtype=torch.bool, device=rows_NH.device).index_fill_(0, where_N, False).nonzero()[:, 0]
+    placed_NH = rows_NH.new_empty(size, rows_NH.shape[1]).index_fill_(0, free_N, elsewhere)
+    return placed_NH.index_copy_(0, where_N, rows_NH)
+
+
 def dispatch(
     world: World, x_SH: Sequence[Tensor], routing: Sequence[Routing], plan: Plan, layout: Layout, anchor: Tensor | None
 ) -> tuple[list[Tensor], Dispatch]:
@@ -91,7 +98,6 @@ def dispatch(
     heaps = []
     for rank in world.local_ranks:
         rows_NH = received.pop(0)  # let go of as soon as they are in the heap
-        heap_NH = rows_NH.new_full((layout.heap_rows(rank), rows_NH.shape[1]), float("nan"))
-        where_N = torch.from_numpy(layout.receive_rows(rank)).to(heap_NH.device)
-        heaps.append(heap_NH.index_copy_(0, where_N, rows_NH))
+        where_N = torch.from_numpy(layout.receive_rows(rank)).to(rows_NH.device)
+        heaps.append(place_rows(rows_NH, where_N, layout.heap_rows(rank), float("nan")))
     return heaps, Dispatch(tuple(routes), sizes_PG, layout)
