@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moe_fast import unfused
 from moe_fast.engine import Engine, router_parts
 from moe_fast.heap import all_mapped, local_heap, symmetric_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported
+from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported, unsupported_wire
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
@@ -83,6 +83,7 @@ def _find_engine(layer: MoELayer, scheduler: str, transport: str) -> Engine:
     if transport == "auto":
         size = heap_regions(replace(shape, transport="put_signal"), layer.config.max_tokens)[1]
         shape = replace(shape, transport=choose_transport(device, ranks, group, size))
+        unfused.check_layer("fused", unsupported_wire(layer.config, ranks, shape.transport))
     key = (shape, layer.config.max_tokens, device, id(group))
     if key not in _engines:
         layer.world.agree("the fused kernel", f"{shape.name}, max_tokens={layer.config.max_tokens}")
@@ -157,7 +158,10 @@ def close_engines() -> None:
 class FusedRecord(Record):
     """A record whose integers and buffers are fetched from the device on first access."""
 
-    _LAZY = frozenset({"routing", "before_PE", "counts_PE", "tokens_P", "plan", "rows_NH", "hidden_ND", "returned_NH"})
+    _LAZY = frozenset(
+        {"routing", "before_PE", "counts_PE", "tokens_P", "plan", "rows_NH", "hidden_ND", "output_NH", "returned_NH"}
+        | {"partial_NH", "sent_PG"}
+    )
 
     def __getattribute__(self, name: str) -> Any:
         if name in FusedRecord._LAZY:
@@ -313,6 +317,8 @@ def _fill(record: Record, engine: Engine, layer: MoELayer, tokens: int, plan: Pl
     record.counts_PE = counts_PE
     record.tokens_P = seen.tokens_P.cpu().numpy().astype(np.int64)
     record.plan = plan
+    if seen.sent_PG is not None:
+        record.sent_PG = seen.sent_PG.cpu().numpy().astype(np.int64)
     if buffers:
         stretches = engine.stretches(plan.quota_by_slot()[:, engine.heap.rank])
         spread = [torch.arange(n, device=expert_SK.device) for _, _, n in stretches]
@@ -320,10 +326,13 @@ def _fill(record: Record, engine: Engine, layer: MoELayer, tokens: int, plan: Pl
         hidden = torch.cat([first + n for (_, first, _), n in zip(stretches, spread, strict=True)])
         record.rows_NH = [seen.rows_RH[rows]]
         record.hidden_ND = [seen.hidden_RD[hidden]]
-        returned = seen.returned_NH.clone()
-        # masked routes have no returned row; zero is what the reference keeps there
-        returned[expert_SK.flatten() < 0] = 0
-        record.returned_NH = [returned.view(-1, config.hidden)]
+        if seen.returned_NH is not None:
+            returned = seen.returned_NH.clone()
+            # masked routes have no returned row; zero is what the reference keeps there
+            returned[expert_SK.flatten() < 0] = 0
+            record.returned_NH = [returned.view(-1, config.hidden)]
+        if seen.results_RH is not None and seen.partial_NH is not None:
+            record.output_NH, record.partial_NH = [seen.results_RH[hidden]], [seen.partial_NH]
 
 
 class _FusedFunction(torch.autograd.Function):

@@ -5,7 +5,7 @@
     python -m moe_fast.bench table docs/results/megakernel_bench_2gpu.json [--json]
     python -m moe_fast.bench dtypes | growth | blocks | predict      fp16 against bf16; cost against S and E; blocks of
                                                                      transformers; the simulator on unseen cells
-    python -m moe_fast.bench schedulers | balance | transports       variants of the kernel side by side
+    python -m moe_fast.bench schedulers | balance | transports | wire     variants of the kernel side by side
 
 Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one
 run.
@@ -478,6 +478,34 @@ def transports_command(
     description = (
         "ms of one forward, routing handed in, uniform; all contestants interleaved in one run, with the same bits. "
         "The fixed layout with capacity factor 2."
+    )
+    results = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
+    if place()[0] == 0:
+        if out is not None:
+            write_results(out, results)
+        print(json.dumps(results))
+
+
+@app.command("wire")
+def wire_command(
+    layers: str = typer.Option("qwen3", help="Layers, separated by commas."),
+    tokens: str = typer.Option("16384,8192,4096,1024", help="Values of S, separated by commas."),
+    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Both wire formats: a row for each route, or one for each token and rank and a partial sum back."""
+    from moe_fast import variants
+
+    chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int)
+    _join()
+    if place()[1] < 2:
+        raise UsageError("several ranks are needed: torchrun --nproc-per-node 2 -m moe_fast.bench wire")
+    rows = [row for name in chosen for row in variants.run_wire(name, sizes, scheduler, repetitions)]
+    title = f"Wire formats side by side on {place()[1]} GPUs"
+    description = (
+        "ms of one forward, gate included, both formats interleaved in one run. remote_rows: sent by rank 0 to others, "
+        "as many come back; remote_bytes: both ways, with what goes beside the rows, counted term by term."
     )
     results = {"title": title, "description": description, **provenance(_command(), PACKAGES), "rows": rows}
     if place()[0] == 0:

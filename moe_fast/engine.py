@@ -28,6 +28,8 @@ from moe_fast.kernel.shapes import (
     dropped,
     heap_regions,
     placement_tables,
+    wire_flags,
+    wire_words,
     workspace_regions,
 )
 from moe_ref.errors import UsageError
@@ -117,6 +119,9 @@ class Buffers:
 
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
     returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity.
+
+    In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row
+    (token, rank), what came back, zeros where nothing did; sent_PG: tokens from rank to rank, each counted once.
     """
 
     expert_SK: Tensor
@@ -125,11 +130,14 @@ class Buffers:
     tokens_P: Tensor
     rows_RH: Tensor
     hidden_RD: Tensor
-    returned_NH: Tensor
+    returned_NH: Tensor | None
     row_tiles: int
     before_PE: Tensor
     chosen_SK: Tensor
     shared_SH: Tensor | None = None
+    results_RH: Tensor | None = None
+    partial_NH: Tensor | None = None
+    sent_PG: Tensor | None = None
 
 
 class Engine:
@@ -360,7 +368,7 @@ class Engine:
         """
         torch.cuda.synchronize(self.heap.device)
         self.heap.barrier()
-        for name in ("arrived", "back", "counts", "counts_flag"):
+        for name in ("arrived", "back", "counts", "counts_flag", "wire"):
             region = self.in_heap[name]
             self.heap.memory[region.offset : region.offset + region.size].zero_()
         for name in ("plan", "arrived_target", "back_target", "counters", "control"):
@@ -378,7 +386,8 @@ class Engine:
         self.heap.barrier()
         dtype = getattr(torch, self.shape.dtype)
         for memory, region in (
-            *((self.heap.memory, self.in_heap[n]) for n in ("rows", "returned", "outbox", "results")),
+            *((self.heap.memory, self.in_heap[n]) for n in ("rows", "returned", "results")),
+            *(((self.heap.memory, self.in_heap["wire"]),) if self.shape.put else ()),
             *((self.workspace, self.in_workspace[name]) for name in ("hidden", "shared_hidden", "shared_rows")),
         ):
             memory[region.offset : region.offset + region.size].view(dtype).fill_(float("nan"))
@@ -389,6 +398,10 @@ class Engine:
             *((self.workspace, self.in_workspace[n]) for n in ("quota_end", "list_shift", "tile_at", "where")),
         ):
             memory[region.offset : region.offset + region.size].fill_(0x7F)
+        if self.shape.by_token:
+            # all but the flags, which hold the number of a call and are looked at before they are written
+            flags, words = wire_flags(self.shape, self.max_tokens), wire_words(self.shape, self.max_tokens)
+            self.view(self.heap.memory, self.in_heap["wire"], torch.int32)[flags:words].fill_(0x7F7F7F7F)
         weight = self.in_workspace["weight"]
         self.workspace[weight.offset : weight.offset + weight.size].view(torch.float32).fill_(float("nan"))
         torch.cuda.synchronize(self.heap.device)
@@ -466,7 +479,15 @@ class Engine:
             returned = rows[torch.where(expert >= 0, where + side * self.rows, 0)]
         else:
             rows = half("rows", dtype).view(self.rows, -1)[:, : shape.hidden]
-            returned = half("returned", dtype).view(-1, shape.hidden)[:routes]
+            returned = None if shape.by_token else half("returned", dtype).view(-1, shape.hidden)[:routes]
+        more = {}
+        if shape.by_token:
+            back = half("returned", dtype).view(shape.ranks - 1, -1, shape.hidden)[:, :tokens]
+            more = {
+                "results_RH": self.view(self.heap.memory, heap["results"], dtype).view(-1, shape.hidden),
+                "partial_NH": self._partials(back),
+                "sent_PG": self._sent_tokens(),
+            }
         plan = self.view(self.workspace, ws["plan"], torch.int32)
         chosen_SK, expert_SK = self.expert_ids(tokens)
         return Buffers(
@@ -483,4 +504,23 @@ class Engine:
             self.view(self.workspace, ws["shared_rows"], dtype).view(-1, shape.hidden)[:tokens]
             if shape.shared_intermediate
             else None,
+            **more,
         )
+
+    def _partials(self, back_GSH: Tensor) -> Tensor:
+        """Partial sums as the reference keeps them, [S * P, H], from what the other ranks stored."""
+        own, tokens = self.heap.rank, back_GSH.shape[1]
+        where = self.view(self.workspace, self.in_workspace["where"], torch.int32)[: tokens * self.shape.top_k]
+        out_SPH = back_GSH.new_zeros(tokens, self.shape.ranks, back_GSH.shape[2])
+        for g in range(self.shape.ranks):
+            if g != own:
+                used_S = (where.view(tokens, self.shape.top_k) == -2 - g).any(dim=1)
+                out_SPH[used_S, g] = back_GSH[g - (g > own), used_S]
+        return out_SPH.view(-1, back_GSH.shape[2])
+
+    def _sent_tokens(self) -> Tensor:
+        """Tokens from every rank to every rank in the last call, int32 [P, P]."""
+        ranks, rows = self.shape.ranks, self.rows
+        first = wire_flags(self.shape, self.max_tokens) + rows
+        flat = self.view(self.heap.memory, self.in_heap["wire"], torch.int32)
+        return flat[first : first + ranks * ranks].view(ranks, ranks)

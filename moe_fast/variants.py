@@ -1,5 +1,5 @@
 """Variants of the kernel side by side: replicas against plain placement, put-with-signal against stores, both layouts,
-the three schedulers.
+both wire formats, the three schedulers.
 
 Replicas: every expert lies on every rank (or on `replicas` of them); the kernel's solver divides the rows of each
 batch. The routing is handed in, the same for all contestants, so that its skew is known: K different experts a token,
@@ -213,6 +213,54 @@ def render_schedulers(results: dict[str, Any]) -> str:
         line = f"{row['layer']:12} {row['gpus']:>4} {row['tokens']:>6}"
         lines.append(line + "".join(f" {row['ms'][name]['median']:12.3f}" for name in SCHEDULERS))
     return "\n".join(lines)
+
+
+def run_wire(layer: str, sizes: list[int], scheduler: str, repetitions: int) -> list[dict[str, Any]]:
+    """Times of both wire formats at every S, and what crosses in each."""
+    rank, ranks = bench.place()
+    config = bench.LAYERS[layer]
+    formats = {
+        name: bench.set_up(config.replace(wire_format=name), max(sizes), scheduler) for name in ("routes", "tokens")
+    }
+    rows = []
+    for tokens in sizes:
+        inputs = formats["routes"].x_SH[:tokens]
+        out = torch.empty_like(inputs)
+
+        def timed(one: bench.Setup, x: Tensor = inputs, out: Tensor = out) -> Any:
+            weights = one.weights
+            return lambda: one.engine.launch(x, weights.router_EH, weights.up_XUH, weights.down_XHD, out=out)
+
+        results = {}
+        for name, one in formats.items():
+            results[name] = timed(one)().clone()
+            one.engine.check()
+        off = results["tokens"].float() - results["routes"].float()
+        error = float(off.norm() / results["routes"].float().norm())
+        if not error < 8e-3:
+            raise CheckFailed(f"the wire formats differ by {error:.2e} at S = {tokens}; not timing them")
+        counts_PE = formats["routes"].engine.buffers(tokens).counts_PE.cpu().numpy().astype(np.int64)
+        placement = Placement.contiguous(config.experts, ranks)
+        sent_PG = balance.schedule(counts_PE, placement, method="plain").quota_by_slot().sum(axis=2)
+        found = formats["tokens"].engine.buffers(tokens).sent_PG
+        assert found is not None
+        remote = {name: int(s[rank].sum() - s[rank, rank]) for name, s in (("routes", sent_PG), ("tokens", found))}
+        # beside a row of a route its home; beside tokens every row's home and leader, and of each token for each other
+        # rank K places, K weights and their number
+        beside = {
+            "routes": remote["routes"] * 4,
+            "tokens": remote["routes"] * 8 + tokens * (ranks - 1) * (2 * config.top_k + 1) * 4,
+        }
+        times = bench.interleaved({name: timed(one) for name, one in formats.items()}, repetitions)
+        row: dict[str, Any] = {"layer": layer, "gpus": ranks, "tokens": tokens, "scheduler": scheduler, "ms": times}
+        row |= {"remote_rows": remote, "difference": float(f"{error:.2e}")}
+        row["remote_bytes"] = {n: 2 * remote[n] * config.row_bytes + beside[n] for n in remote}
+        row["tokens_over_routes"] = round(times["tokens"]["median"] / times["routes"]["median"], 3)
+        rows.append(row)
+    for one in formats.values():
+        one.engine.check()
+        one.engine.heap.close()
+    return rows
 
 
 def solver_times(

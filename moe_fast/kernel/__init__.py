@@ -7,6 +7,8 @@ plan        counts exchange, exact offsets, the send list
 solver      rows of an expert to its replicas, by one warp: the exact plan of `moe_ref.balance`
 replicas    the planner's tables where experts have replicas
 dispatch    rows to their owners
+tokens      the second wire format: a token once to each rank ...
+sums        ... and one partial sum back
 scheduler   which task comes next: an ordered list, or the Scheduler with its mailboxes
 subscriber  arrivals become ready tasks
 gemm        TMA loads, the wgmma main loop, the epilogue

@@ -6,6 +6,8 @@ first: a spare warp that has no rows to push any more, while products still run,
 token without a valid route becomes zero. The shared expert's row comes last, with weight 1 or with the sigmoid of its
 gate, which is computed here: it needs nothing but the token.
 
+In the wire format "tokens" other ranks send partial sums instead of results: see `sums`.
+
 The simulator and the protocol's checker (`moe_ref.runtime`) keep one counter for a tile of tokens and combine the tile
 as one task; the kernel counts per token, for of 32 tokens one always waits for the last expert.
 """
@@ -33,6 +35,8 @@ from moe_fast.kernel.signals import (
     wait_reached,
     word,
 )
+from moe_fast.kernel.sums import combine_sums, landed_tiles, sum_ready
+from moe_fast.kernel.tokens import wait_listed
 from moe_ref.layout import return_row
 from moe_ref.runtime.encoding import combine_tasks, reached
 
@@ -170,6 +174,20 @@ def combine_token(
 
 
 @cute.jit
+def finish_token(
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, lane: Int32
+):
+    """One warp: y of a token, in either wire format."""
+    if cutlass.const_expr(k.by_token):
+        shared_weight = Float32(1.0)
+        if cutlass.const_expr(k.shared_gate):
+            shared_weight = gate_of_shared(k, dtype, a, token, lane)
+        combine_sums(k, dtype, a, side, token, shared_weight, lane)
+    else:
+        combine_token(k, dtype, a, side, token, lane)
+
+
+@cute.jit
 def claim(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, token_tile: Int32, bits: Int32, lane: Int32
 ) -> Int32:
@@ -193,7 +211,8 @@ def combine_early(
     block: Int32,
     lane: Int32,
 ):
-    """A spare warp, while products run: the tokens of tiles first, first + stride, ... whose rows are all back.
+    """A spare warp, while products run: the tokens of tiles first, first + stride, ... whose rows are all back. In the
+    wire format "tokens" other ranks' tokens, too, whose results are all here: their sums go home.
 
     over: word of shared memory that is nonzero when this block has no more products.
     """
@@ -201,7 +220,22 @@ def combine_early(
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     go = Boolean(first * TOKEN_TILE < a.tokens)
     tile = first
+    if cutlass.const_expr(k.by_token):
+        landed = landed_tiles(k, a, side, TOKEN_TILE) * (k.ranks - 1)
+        turn = first
+        go = Boolean(first * TOKEN_TILE < a.tokens or first < landed)
+        if not wait_listed(k, a, Role.COMBINE, lane):
+            go = Boolean(False)
     while go:
+        if cutlass.const_expr(k.by_token):
+            if turn < landed:
+                others = k.ranks - 1
+                sum_ready(
+                    k, dtype, a, side, (a.rank + 1 + turn % others) % k.ranks, turn // others, block, lane
+                )  # fmt: skip
+            turn += stride
+            if turn >= landed:
+                turn = first
         token = tile * TOKEN_TILE + lane
         back = Boolean(False)
         if token < a.tokens:
@@ -218,7 +252,7 @@ def combine_early(
             bits = claim(k, a, side, tile, bits ^ (others & (others - 1)), lane)
             while bits != 0:
                 inside = Int32(cute.arch.popc((bits & (0 - bits)) - 1))
-                combine_token(k, dtype, a, side, tile * TOKEN_TILE + inside, lane)
+                finish_token(k, dtype, a, side, tile * TOKEN_TILE + inside, lane)
                 bits = bits & (bits - 1)
             if cutlass.const_expr(k.trace):
                 if lane == 0:
@@ -263,5 +297,5 @@ def combine(
         if go:
             for i in range(TOKENS_PER_TURN):
                 if ((bits >> i) & 1) != 0:
-                    combine_token(k, dtype, a, side, first + i, lane)
+                    finish_token(k, dtype, a, side, first + i, lane)
         turn += warps

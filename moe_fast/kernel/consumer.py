@@ -24,6 +24,8 @@ from moe_fast.kernel.plan import list_routes, make_plan, publish_list, sync_cons
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape, PlanWord
 from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, home_of, mark, note, now, read
+from moe_fast.kernel.sums import sum_rest
+from moe_fast.kernel.tokens import list_all_tokens
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -80,7 +82,10 @@ def consume(
         wait_plan(a, side, Role.GATE)
     sync_consumers()
     start = now(k)
-    if block < processors:
+    if cutlass.const_expr(k.by_token):
+        if block < processors:
+            list_all_tokens(k, a, side, block, processors, token_tiles, scratch, thread)
+    elif block < processors:
         if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
             for tile in range(block, token_tiles, processors):
                 list_routes(k, a, side, tile, thread)
@@ -134,7 +139,8 @@ def consume(
                 # Asked for now, when the rows and their homes have arrived for sure, and first looked at after the
                 # product: a thread that used it here would hold its product up for the time of a load.
                 place = buffer_tile(k, a, row_tile) * TILE_ROWS + warp_id * 16 + lane % 16
-                home = home_of(k, a, side, place)
+                if cutlass.const_expr(not k.by_token):
+                    home = home_of(k, a, side, place)
             if group == 0 or filled > TILE_ROWS // 2:
                 count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
             else:
@@ -174,5 +180,7 @@ def consume(
 
     start = now(k)
     if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
+        if cutlass.const_expr(k.by_token):
+            sum_rest(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
         combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
     mark(k, a, block, 0, start, Phase.COMBINE, thread == 0)

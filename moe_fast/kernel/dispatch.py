@@ -98,7 +98,7 @@ def push_unit(
     begin = read(a.list_start, starts + destination) + number * rows
     end = read(a.list_start, starts + destination + 1)
     if begin < end:
-        # what is put goes to the outbox first, rows for this rank to their place
+        # what is put is staged first, rows for this rank to their place
         base = a.heap if k.put else peer(a, destination)
         row_bytes = k.hidden * k.element_size
         # Lane r knows row r. A lane beyond the last row repeats the last one: the same bytes to the same place.
@@ -109,7 +109,7 @@ def push_unit(
         target = base + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch
         if cutlass.const_expr(k.put):
             if destination != a.rank:
-                target = a.heap + a.outbox_at + Int64(place) * k.row_pitch
+                target = a.heap + a.wire_at + Int64(place) * k.row_pitch
         inside = Int64(lane * VECTOR_BYTES)
         for r in cutlass.range_constexpr(0, rows, 2):
             if begin + r < end:

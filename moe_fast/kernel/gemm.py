@@ -453,11 +453,15 @@ def home_address(
 ) -> Int64:  # fmt: skip
     """First byte of the row that `home` names, or 0 unless it is used. peers: the heaps' addresses (shared memory).
 
+    In the wire format "tokens" every result stays here, in row `staged_row` of the results.
     With put-with-signal a result for another rank is staged: in row `staged_row` of the results. In the fixed layout a
     result goes to round 1 of the coordinates that its row, `buffer_row`, has in round 0, with this rank as the source.
     """
     address = Int64(0)
-    if used:
+    if cutlass.const_expr(k.by_token):
+        if used:
+            address = a.heap + a.results_at + Int64(staged_row) * (k.hidden * k.element_size)
+    elif used:
         rank, route = home >> HOME_BITS, home & ((1 << HOME_BITS) - 1)
         base = a.heap if k.put else cute.arch.load(peers + rank, Int64)
         address = base + result_at(k, a, side, rank, route, buffer_row)

@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
-from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, Counter, KernelShape, PlanWord, Status, dropped
+from moe_fast.kernel.shapes import TILE_ROWS, Counter, KernelShape, PlanWord, Status, dropped
 from moe_fast.kernel.signals import Args, Role, Wait, add, home_row, peer, read, side_counters, wait_reached, write
 from moe_fast.kernel.transport import put_counts
 from moe_ref.layout import ceil_div, compact_row, fixed_row
@@ -206,7 +206,7 @@ def place_experts(
             status = status | Status.OVERFLOW
         sent = cute.arch.load(list_at + p + 1, Int32) - cute.arch.load(list_at + p, Int32)
         if p != a.rank:
-            far = max(far, Int32(ceil_div(sent, UNIT_ROWS)))
+            far = max(far, Int32(ceil_div(sent, k.far_unit)))
     near = cute.arch.load(list_at + a.rank + 1, Int32) - cute.arch.load(list_at + a.rank, Int32)
     first_here = cute.arch.load(tile_at + a.rank, Int32)
     row_tiles = cute.arch.load(tile_at + a.rank + 1, Int32) - first_here

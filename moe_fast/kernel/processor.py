@@ -34,6 +34,7 @@ from moe_fast.kernel.signals import (
     returned_word,
     shared_returned,
     side_counters,
+    summed_word,
 )
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import GEMM0, GEMM1, NONE, SLOT_SHIFT, STOP, task_column_tile, task_kind, task_row_tile
@@ -147,8 +148,10 @@ def count_returned(
     The fence covers the consumers' stores too: they came before the barrier that this warp waited for. The warp that
     counts the last column tile of a row tile signals every row of it to its home, once: lane l rows l, l + 32, l + 64
     and l + 96. Its second fence hands on what the storers of the other column tiles made visible.
+
+    In the wire format "tokens" results stay here: those of another rank's token are counted for whoever sums them.
     """
-    fence_all(k)
+    fence_results(k)
     cute.arch.sync_warp()
     before = Int32(0)
     if lane == 0:
@@ -157,7 +160,7 @@ def count_returned(
             place = shared_returned(a, row_tile)
         before = fetch_add(side_counters(a, side), place)
     if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
-        fence_all(k)
+        fence_results(k)
         if not aborted(a):
             for i in cutlass.range_constexpr(4):
                 if i * 32 + lane < filled:
@@ -166,13 +169,20 @@ def count_returned(
                     if routed:
                         home = home_of(k, a, side, buffer_tile(k, a, row_tile) * TILE_ROWS + i * 32 + lane)
                     token = (home & ((1 << HOME_BITS) - 1)) // k.top_k
-                    add(peer(a, home >> HOME_BITS) + a.back_at, back_word(k, a, side, token), 1, "sys")
+                    if cutlass.const_expr(k.by_token):
+                        if home >> HOME_BITS == a.rank:
+                            add(a.heap + a.back_at, back_word(k, a, side, token), 1, "sys")
+                        else:
+                            place = summed_word(k, a, home >> HOME_BITS, token)
+                            add(side_counters(a, side), place, 1, "gpu")
+                    else:
+                        add(peer(a, home >> HOME_BITS) + a.back_at, back_word(k, a, side, token), 1, "sys")
     cute.arch.sync_warp()
 
 
-def fence_all(k: KernelShape):
-    """Order this thread's view of memory before what it writes next, for every rank."""
-    if k.ranks > 1:
+def fence_results(k: KernelShape):
+    """Order this thread's view of memory before what it writes next, for everyone who may read the results."""
+    if k.ranks > 1 and not k.by_token:
         cute.arch.fence_acq_rel_sys()
     else:
         cute.arch.fence_acq_rel_gpu()

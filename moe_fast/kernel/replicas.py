@@ -22,7 +22,7 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import solver
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
-from moe_fast.kernel.shapes import TILE_ROWS, UNIT_ROWS, KernelShape, Status
+from moe_fast.kernel.shapes import TILE_ROWS, KernelShape, Status
 from moe_fast.kernel.signals import Args, Phase, note, read, write
 from moe_ref.layout import ceil_div, compact_row, fixed_row
 
@@ -237,7 +237,7 @@ def place_slots(
                 status = status | Status.OVERFLOW
         if p != a.rank:
             sent = m[w.listed + (p + 1) * k.slots] - m[w.listed + p * k.slots]
-            far = max(far, Int32(ceil_div(sent, UNIT_ROWS)))
+            far = max(far, Int32(ceil_div(sent, k.far_unit)))
     row_tiles = m[w.tile + (a.rank + 1) * k.slots] - m[w.tile + a.rank * k.slots]
     near = m[w.listed + (a.rank + 1) * k.slots] - m[w.listed + a.rank * k.slots]
     for i in range(thread, all_slots, CONSUMERS):

@@ -55,6 +55,12 @@ WORDS = 3
 """Task words that a block has room for: how far the storer may be behind."""
 TOKEN_TILE = 32
 """Tokens that a spare warp looks at together for the combine: one per lane, one word of claim bits."""
+TOKEN_UNIT = 32
+"""Entries of the send list, or rows of a tile, that a warp takes together in the wire format "tokens": one per lane."""
+TOKEN_WINDOW = 128
+"""Units of the send list whose entries are mixed, see `tokens.push_leaders`: about as many as there are spare warps."""
+FOLLOWER = 1 << 30
+"""Beside the route in an entry of the send list: another route of the token goes to the same rank before it."""
 SCHEDULERS = ("spare_warps", "os_block", "tickets")
 TRANSPORTS = ("stores", "put_signal")
 PACKET_TAIL = 128
@@ -67,7 +73,7 @@ COUNTER_WORDS = 16
 class Counter:
     """Index of each single counter of a staging side (int32 words)."""
 
-    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1, SHARED0, SHARED1 = range(10)
+    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1, SHARED0, SHARED1, FOLLOW = range(11)
 
 
 class PlanWord:
@@ -119,6 +125,8 @@ class KernelShape:
     transport: str = "stores"
     layout: str = "compact"
     capacity_factor: float | None = None
+    wire_format: str = "routes"
+    """On one rank nothing crosses, and both formats are "routes"."""
 
     @classmethod
     def from_config(
@@ -152,6 +160,7 @@ class KernelShape:
             problems.append(f"scheduler={scheduler!r} is not one of {', '.join(SCHEDULERS)}")
         if transport not in TRANSPORTS:
             problems.append(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
+        problems += unsupported_wire(config, ranks, transport)
         if problems:
             raise UsageError(
                 'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
@@ -191,6 +200,7 @@ class KernelShape:
             transport=transport,
             layout=config.layout,
             capacity_factor=config.capacity_factor,
+            wire_format=config.wire_format if ranks > 1 else "routes",
         )
 
     @property
@@ -218,6 +228,7 @@ class KernelShape:
         parts += [self.transport] if self.put else []
         parts += [self.layout] if self.fixed else []
         parts += [f"capacity{self.capacity_factor:g}"] if self.drops else []
+        parts += [self.wire_format] if self.by_token else []
         parts += [self.scheduler] + (["trace"] if self.trace else [])
         return "-".join(parts)
 
@@ -358,6 +369,16 @@ class KernelShape:
         return self.transport == "put_signal"
 
     @property
+    def by_token(self) -> bool:
+        """Whether a token crosses once to each rank and one partial sum comes back, instead of a row for each route."""
+        return self.wire_format == "tokens"
+
+    @property
+    def far_unit(self) -> int:
+        """entries of the send list that a warp takes together for another rank"""
+        return TOKEN_UNIT if self.by_token else UNIT_ROWS
+
+    @property
     def signal_words(self) -> int:
         """4-byte words of a counter that peers add to: NVSHMEM's signals have two."""
         return 2 if self.put else 1
@@ -417,8 +438,6 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
         out.append(f"top_k={c.top_k} (at most {MAX_TOP_K})")
     if c.experts < ranks:
         out.append(f"experts={c.experts} on {ranks} ranks (every rank needs an expert)")
-    if c.wire_format != "routes" and ranks > 1:
-        out.append(f"wire_format={c.wire_format}")
     if c.num_groups > MAX_GROUPS:
         out.append(f"num_groups={c.num_groups} (at most {MAX_GROUPS})")
     for name in ("hidden", "intermediate", "shared_intermediate"):
@@ -429,6 +448,13 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     if ranks > 1 << (31 - HOME_BITS):
         out.append(f"{ranks} ranks (at most {1 << (31 - HOME_BITS)})")
     return out
+
+
+def unsupported_wire(config: MoEConfig, ranks: int, transport: str) -> list[str]:
+    """What about the wire format the megakernel can't do with a transport, in words."""
+    if config.wire_format == "tokens" and ranks > 1 and transport == "put_signal":
+        return ["wire_format=tokens with transport=put_signal (direct stores only: every peer's memory must be mapped)"]
+    return []
 
 
 PLANNER_WORDS = 7680
@@ -521,23 +547,48 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
           + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
 
     With put-with-signal rows lie 128 bytes further apart, counters take 8 bytes, and rows to send are staged:
-    K * max_tokens rows (outbox) and R results.
+    K * max_tokens rows (wire) and R results.
+
+    In the wire format "tokens" P - 1 partials of a token come back instead of K results, results stay here (R rows),
+    and beside the rows stand the words of `wire_words`.
     """
     rows, routes = all_rows(shape, max_tokens), max(1, shape.top_k * max_tokens)
     row_bytes = shape.hidden * shape.element_size
+    back = SIDES * (shape.ranks - 1) * max(1, max_tokens) if shape.by_token else SIDES * routes
+    wire = routes * shape.row_pitch if shape.put else 0
+    if shape.by_token:
+        wire = wire_words(shape, max_tokens) * 4
+    staged = shape.put or shape.by_token
     return regions(
         {
             "rows": rows * shape.row_pitch,
-            "returned": 0 if shape.fixed else SIDES * routes * row_bytes,
+            "returned": 0 if shape.fixed else back * row_bytes,
             "home": 0 if shape.put else rows * 4,
             "arrived": (rows // TILE_ROWS) * 4 * shape.signal_words,
             "back": SIDES * max(max_tokens, 1) * 4 * shape.signal_words,
             "counts": SIDES * shape.ranks * shape.counts_stride * 4,
             "counts_flag": shape.ranks * 4 * shape.signal_words,
-            "outbox": routes * shape.row_pitch if shape.put else 0,
-            "results": most_tiles(shape, max_tokens) * TILE_ROWS * row_bytes if shape.put else 0,
+            "wire": wire,
+            "results": most_tiles(shape, max_tokens) * TILE_ROWS * row_bytes if staged else 0,
         }
     )
+
+
+def wire_flags(shape: KernelShape, max_tokens: int) -> int:
+    """Words of the flags at the beginning of `wire_words`: R + P"""
+    return buffer_rows(shape, max_tokens) + shape.ranks
+
+
+def wire_words(shape: KernelShape, max_tokens: int) -> int:
+    """What peers write beside rows in the wire format "tokens", in 4-byte words: 2 R + P + P * P + P * max_tokens *
+    (2 K + 1).
+
+    In this order: the call in which a row landed [R], that in which a rank told all [P], the leader of a row [R],
+    tokens from rank to rank [P, P], of every rank's tokens how many rows they have here [P, max_tokens], which rows
+    [P, max_tokens, K] and with what weights [P, max_tokens, K]. `signals` has a function for each.
+    """
+    p = shape.ranks
+    return 2 * buffer_rows(shape, max_tokens) + p + p * p + p * max(max_tokens, 1) * (2 * shape.top_k + 1)
 
 
 def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple[dict[str, Region], int]:
@@ -562,7 +613,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "tile_slot": tiles * 4,
             "tile_rows": tiles * 4,
             "tile_at": tiles * 4 if shape.fixed else 0,
-            "where": routes * 4 if shape.fixed else 0,
+            "where": routes * 4 if shape.fixed or shape.by_token else 0,
             "arrived_target": all_rows(shape, max_tokens) // TILE_ROWS * 4,
             "back_target": SIDES * max(max_tokens, 1) * 4,
             "counters": SIDES * counter_words(shape, max_tokens, blocks) * 4,
@@ -576,8 +627,15 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
 def counter_words(shape: KernelShape, max_tokens: int, blocks: int) -> int:
     """Words of one side of the local counters: single ones, done[tile], two ready queues, done[block], returned[tile],
     a bit per combined token, taken, mails; at the end, counted backwards, the shared expert's done[token tile] and
-    returned[token tile]."""
+    returned[token tile]. In the wire format "tokens" before these `sum_words`."""
     tiles = most_tiles(shape, max_tokens)
     shared = 2 * ceil_div(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
     combined = ceil_div(max(max_tokens, 1), TOKEN_TILE)
-    return align_up(COUNTER_WORDS + 5 * tiles + combined + 3 * blocks + 8 + shared, 32)
+    more = sum_words(shape, max(max_tokens, 1), combined) if shape.by_token else 0
+    return align_up(COUNTER_WORDS + 5 * tiles + combined + 3 * blocks + 8 + shared + more, 32)
+
+
+def sum_words(shape: KernelShape, max_tokens, token_tiles):
+    """P * (max_tokens + token tiles + 1): results that are here of every rank's tokens, a bit for each that is summed,
+    tokens sent to each rank. Traced by the kernel."""
+    return shape.ranks * (max_tokens + token_tiles + 1)

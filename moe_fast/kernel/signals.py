@@ -16,8 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS, KernelShape
-from moe_ref.layout import ROUNDS, SIDES
+from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS, KernelShape, sum_words
+from moe_ref.layout import ROUNDS, SIDES, ceil_div
 from moe_ref.runtime.encoding import reached
 
 EPOCH, EXITED, ABORT, SENT_ROWS, PUT_ROWS, PUT_RESULTS = range(6)
@@ -36,6 +36,9 @@ WAITS = (
     "returned rows of token",
     "mail of processor",
     "arrivals",
+    "the tokens of rank",
+    "the token of row",
+    "results of another rank's token",
 )
 DERIVED = (3, 4, 6, 7, 8)
 """Waits for another role of this GPU or for what follows from other waits: they are twice as patient, so that the error
@@ -53,7 +56,7 @@ class Role:
 class Wait:
     """Index into WAITS."""
 
-    ROUTED, COUNTS, PLAN, LIST, ARRIVED, HIDDEN, BACK, MAIL, ARRIVALS = range(1, 10)
+    ROUTED, COUNTS, PLAN, LIST, ARRIVED, HIDDEN, BACK, MAIL, ARRIVALS, TOKENS, LEADER, RESULTS = range(1, 13)
 
 
 class Args(NamedTuple):
@@ -104,7 +107,7 @@ class Args(NamedTuple):
     quota: Int64
     quota_end: Int64
     list_shift: Int64
-    outbox_at: Int64
+    wire_at: Int64
     results_at: Int64
     tile_at: Int64
     where: Int64
@@ -236,6 +239,61 @@ def add(address, index, value, scope, sem="relaxed"):
 def fetch_add(address, index, value=1):
     """Add to a counter of this GPU and return what it was."""
     return cute.arch.atomic_add(word(address, index), Int32(value), sem="relaxed", scope="gpu")
+
+
+# In the wire format "tokens": offsets in a heap of what peers write beside rows, see `shapes.wire_words`.
+
+
+def landed_at(a):
+    """Call in which a row that leads others landed here: [R]."""
+    return a.wire_at
+
+
+def listed_at(a):
+    """Call in which a rank told all that comes here: [P]."""
+    return landed_at(a) + Int64(a.rows) * 4
+
+
+def leader_at(k, a):
+    """Row from which a row is copied, itself if it comes by itself: [R]."""
+    return listed_at(a) + k.ranks * 4
+
+
+def sent_at(k, a):
+    """Tokens that a rank has for a rank, each counted once: [P, P]."""
+    return leader_at(k, a) + Int64(a.rows) * 4
+
+
+def need_at(k, a):
+    """Rows that a rank's token has here: [P, max_tokens]."""
+    return sent_at(k, a) + k.ranks * k.ranks * 4
+
+
+def place_at(k, a):
+    """Row of each choice of a rank's token, -1 if it isn't here: [P, max_tokens, K]."""
+    return need_at(k, a) + Int64(k.ranks * a.max_tokens) * 4
+
+
+def weight_at(k, a):
+    """Weight of each choice of a rank's token, fp32: [P, max_tokens, K]."""
+    return place_at(k, a) + Int64(k.ranks * a.max_tokens) * (4 * k.top_k)
+
+
+def summed_word(k, a, source, token):
+    """Index of the counter of the results that are here of another rank's token."""
+    shared = 2 * ceil_div(a.max_tokens, TILE_ROWS) if k.shared_intermediate else 0
+    first = a.counter_words - shared - sum_words(k, a.max_tokens, a.token_tiles)
+    return first + source * a.max_tokens + token
+
+
+def taken_word(k, a, source, token_tile):
+    """Index of the word with a bit for each token of a tile of another rank's that some warp sums or has summed."""
+    return summed_word(k, a, k.ranks, 0) + source * a.token_tiles + token_tile
+
+
+def sent_word(k, a, rank):
+    """Index of the count of this rank's tokens for a rank."""
+    return taken_word(k, a, k.ranks, 0) + rank
 
 
 # --- failure -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import KernelShape, PlanWord
 from moe_fast.kernel.signals import Args, Phase, Role, mark, now, read, side_counters, write
 from moe_fast.kernel.subscriber import subscribe
+from moe_fast.kernel.tokens import push_tokens
 
 
 @cute.jit
@@ -43,13 +44,16 @@ def spare(
         if pushes:
             wait_list(a, side, processors)
             start = now(k)
-            push_rest(k, a, side, lane)
+            if cutlass.const_expr(k.by_token):
+                push_tokens(k, a, side, lane)
+            else:
+                push_rest(k, a, side, lane)
             mark(k, a, block, 2, start, Phase.PUSH, lane == 0)
             first = block
             if cutlass.const_expr(k.scheduler == "spare_warps"):
                 first = block - 4
             usable = Boolean(True)
-            if cutlass.const_expr(k.fixed):
+            if cutlass.const_expr(k.fixed or k.by_token):
                 # without a plan nobody has written where results come back
                 usable = read(a.plan, PlanWord.USABLE) != 0
             if usable:

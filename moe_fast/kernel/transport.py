@@ -6,7 +6,7 @@ only after the payload, so a receiver waits for its counters exactly as with sto
 
 What differs from stores, all of it at compile time (`KernelShape.put`):
 
-* A put's source must lie in symmetric memory, so rows are staged: dispatched ones in `outbox`, results in `results`.
+* A put's source must lie in symmetric memory, so rows are staged: dispatched ones in `wire`, results in `results`.
   Nothing there is written before every rank has begun the call, so no peer's last put can still be on its way.
 * A row is one packet: the row, then its home. With stores the home is a word of another array.
 * Signals are 64-bit words. Only their lower halves are looked at, so waits are the same.
@@ -119,7 +119,7 @@ def put_rows(
         there = cute.arch.shuffle_sync(row, r)
         put(
             a.heap + a.rows_at + (Int64(side) * a.rows + there) * pitch,
-            a.heap + a.outbox_at + Int64(begin + r) * pitch,
+            a.heap + a.wire_at + Int64(begin + r) * pitch,
             (k.hidden * k.element_size + 16) // 4,
             a.heap + a.arrived_at + Int64(arrived_word(k, a, side, there // TILE_ROWS)) * 4,
             Int32(1),

@@ -51,6 +51,11 @@ VARIANTS = {
     ),
     "replicas": (PAPER, 2, "spare_warps", {"placement": PAIR}),
     "fixed": (PAPER.replace(layout="fixed", capacity_factor=1.25), 2, "os_block"),
+    "tokens": (
+        MoEConfig(
+            2048, 768, 128, 8, shared_intermediate=512, shared_gate=True, dtype="bfloat16", wire_format="tokens"
+        ), 4, "spare_warps",
+    ),
     "biases": (
         MoEConfig(
             512, 256, 60, 6, "gelu", gated=False, expert_bias=True, num_groups=4, top_groups=2,

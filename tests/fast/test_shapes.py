@@ -174,7 +174,7 @@ def test_planner_threads(parts_of):
     assert np.log2(width) % 1 == 0
 
 
-@pytest.mark.parametrize("change", [{}, {"layout": "fixed"}])
+@pytest.mark.parametrize("change", [{}, {"layout": "fixed"}, {"wire_format": "tokens"}])
 def test_local_counters_do_not_overlap(change):
     """Every local counter of a call has words of its own, inside the side's words."""
     from types import SimpleNamespace
@@ -205,5 +205,40 @@ def test_local_counters_do_not_overlap(change):
     mails = [2 * scheduler.mail_at(k, a, blocks, p) + half for p in range(blocks) for half in (0, 1)]
     shared = [f(a, t) for t in range(3) for f in (signals.shared_done, signals.shared_returned)]
     every = single + per_tile + combined + taken + mails + shared
+    if k.by_token:
+        sums = [signals.summed_word(k, a, p, t) for p in range(2) for t in range(300)]
+        sums += [signals.taken_word(k, a, p, t) for p in range(2) for t in range(a.token_tiles)]
+        sums += [signals.sent_word(k, a, p) for p in range(2)]
+        assert len(sums) == shapes.sum_words(k, 300, a.token_tiles)
+        every += sums
     assert len(set(every)) == len(every)
     assert max(every) < side_words
+
+
+TOKENS = QWEN3.replace(wire_format="tokens")
+
+
+def test_heap_formula_of_tokens():
+    """Rows and partial sums are the config's formula; then results, control words and what stands beside the rows."""
+    shape = KernelShape.from_config(TOKENS, 2)
+    pieces, total = shapes.heap_regions(shape, TOKENS.max_tokens)
+    assert pieces["rows"].size + pieces["returned"].size == TOKENS.compact_bytes(2)
+    rows = shapes.buffer_rows(shape, TOKENS.max_tokens)
+    assert pieces["results"].size == rows * TOKENS.row_bytes
+    beside = 2 * rows + 2 + 4 + 2 * TOKENS.max_tokens * 17
+    assert pieces["wire"].size == 4 * beside
+    assert shapes.wire_flags(shape, TOKENS.max_tokens) == rows + 2
+    control = SIDES * 4 * (rows + rows // 128 + TOKENS.max_tokens + 2 * shape.counts_stride) + 4 * 2
+    known = TOKENS.compact_bytes(2) + pieces["results"].size + pieces["wire"].size + control
+    assert 0 <= total - known < 1024 * len(pieces)
+
+
+def test_tokens_need_peers_that_are_mapped():
+    """On one rank the formats are one kernel; put-with-signal is refused by name, where nothing crosses it isn't."""
+    assert KernelShape.from_config(TOKENS, 1) == KernelShape.from_config(QWEN3, 1)
+    assert KernelShape.from_config(TOKENS, 2).name == KernelShape.from_config(QWEN3, 2).name.replace(
+        "-tickets", "-tokens-tickets"
+    )
+    with pytest.raises(UsageError, match="wire_format=tokens with transport=put_signal"):
+        KernelShape.from_config(TOKENS, 2, transport="put_signal")
+    assert KernelShape.from_config(TOKENS, 1, transport="put_signal").put

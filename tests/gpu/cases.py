@@ -169,6 +169,23 @@ PUTS = [
     replace(case, transport="put_signal")
     for case in (SHARED, replace(QWEN3, scheduler="os_block"), replace(TINY, scheduler="tickets", replicas="mixed"))
 ] + [replace(SMALL, transport="put_signal", layout="fixed", replicas="two")]
+TOKENS_ON_WIRE = {"wire_format": "tokens"}
+WIRE = [
+    replace(case, form={**case.form, **TOKENS_ON_WIRE})
+    for case in (
+        QWEN3,
+        replace(QWEN3, scheduler="os_block", replicas="mixed"),
+        replace(TINY, scheduler="tickets"),
+        replace(SHARED, top_k=4),
+        Case(512, 256, 8, 4, "relu", False, "bfloat16", (1000, 129), scheduler="spare_warps"),
+        Case(1024, 384, 60, 8, "gelu", False, "float16", (1000, 129), scheduler="tickets", capacity_factor=0.5),
+        Case(256, 512, 61, 5, "silu", True, "float32", (300, 129), scheduler="spare_warps"),
+        Case(512, 256, 8, 1, "silu", True, "bfloat16", (45, 129), scheduler="os_block", replicas="two"),
+    )
+]
+"""A token once to each rank, partial sums back: schedulers, dtypes, K from 1 to 8, replicas, a capacity, a shared
+expert with its gate and biases."""
+WIRE_LAYER = {"experts": 16, "top_k": 6, "shared_intermediate": 320, **TOKENS_ON_WIRE}
 PLACED_LAYERS = ({"layout": "fixed", "capacity_factor": 1.0}, {"capacity_factor": 0.5, "shared_intermediate": 320})
 """What layers with replicas and a capacity change of LAYER."""
 UNEVEN = [
@@ -219,7 +236,7 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *UNEVEN]
     cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE] + ([LARGE] if ranks == 1 else [])
     if ranks > 1:
-        cases += PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
+        cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
         cases += [replace(SMALL, replicas="mixed"), *PUTS]
     shapes = [c.shape(ranks) for c in cases]
     layers = [MoEConfig(**{**LAYER, **changes}) for changes in LAYERS]
@@ -231,6 +248,8 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
         placement = None if changes == {"capacity_factor": 0.7} else some
         shapes.append(KernelShape.from_config(config, ranks, "spare_warps", placement=placement))
     if ranks > 1:
+        wire = MoEConfig(**{**LAYER, **WIRE_LAYER})
+        shapes.append(KernelShape.from_config(wire, ranks, "spare_warps"))
         placement = replace(SMALL, replicas="two").placement(ranks)
         shapes.append(KernelShape.from_config(MoEConfig(**LAYER), ranks, "spare_warps", placement=placement))
     shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in TRAINED]

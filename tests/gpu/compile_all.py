@@ -1,5 +1,5 @@
 """Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [bench] [trace]
-[balance] [transports]."""
+[balance] [transports] [wire]."""
 
 import multiprocessing
 import os
@@ -41,6 +41,10 @@ def main() -> None:
             for trace in (False, True):
                 placement = spread(config.experts, 2, 2)
                 shapes.append(KernelShape.from_config(config, 2, "spare_warps", trace, placement=placement))
+    if "wire" in what:
+        for name in ("qwen3", "paper-e32"):
+            for wire_format in ("routes", "tokens"):
+                shapes.append(KernelShape.from_config(LAYERS[name].replace(wire_format=wire_format), 2, "spare_warps"))
     if "transports" in what:
         for name in ("paper-e8", "qwen3"):
             fixed = LAYERS[name].replace(layout="fixed", capacity_factor=2.0)

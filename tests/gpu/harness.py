@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_fast import unfused
-from moe_fast.engine import Engine, router_parts
+from moe_fast.engine import Buffers, Engine, router_parts
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_ref import balance
@@ -399,8 +399,11 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
                 returned[at] += second_bias.float()
             exact[at] = ffn_exact(c, rows, first, second, first_bias, second_bias)
     valid = flat >= 0
-    errors["returned"] = relative(got.returned_NH[valid], returned[valid])
-    assert errors["returned"] <= limit, f"{errors}; {first_wrong(got.returned_NH[valid], returned[valid], limit)}"
+    if got.returned_NH is not None:
+        errors["returned"] = relative(got.returned_NH[valid], returned[valid])
+        assert errors["returned"] <= limit, f"{errors}; {first_wrong(got.returned_NH[valid], returned[valid], limit)}"
+    else:
+        errors |= compare_sums(case, inputs, got, plan, all_ids, rank, returned)
     w = torch.where(all_ids[rank] >= 0, weight, torch.zeros_like(weight)).double().unsqueeze(-1)
     want = (w * exact.view(-1, c.top_k, c.hidden)).sum(1)
     gate_of_shared = torch.ones(x.shape[0], 1, device=x.device, dtype=torch.float64)
@@ -421,7 +424,9 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         assert errors["y"] <= 1.5 * errors["unfused"] + 1e-6, errors
     # the combine itself, from the returned rows that are there: fp32, k order, one rounding
     total = torch.zeros(x.shape, device=x.device)
-    for k in range(c.top_k):
+    if got.returned_NH is None:
+        total = sum_of_partials(got, own_results(case, plan, all_ids, rank), weight, rank, ranks)
+    for k in range(c.top_k if got.returned_NH is not None else 0):
         row = got.returned_NH.view(-1, c.top_k, c.hidden)[:, k].float() if x.shape[0] else total
         use = (all_ids[rank][:, k] >= 0).unsqueeze(-1)
         total = torch.where(use, torch.addcmul(total, row, weight[:, k : k + 1]), total)
@@ -429,6 +434,86 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
         total = torch.addcmul(total, got.shared_SH.float(), gate_of_shared.float())
     errors["combine"] = relative(y, total.to(dtype))
     assert errors["combine"] <= limit / 8, errors
+    return errors
+
+
+def choices(plan: balance.Plan, ids: torch.Tensor, source: int, g: int):
+    """Of every expert that rank `g` holds (expert, token, choice) of the routes of `source` that it computes."""
+    placement = plan.placement
+    for expert in placement.experts_of_rank[g]:
+        j = placement.ranks_of_expert[expert].index(g)
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        begin = int(plan.quota_PED[source, expert, :j].sum())
+        part = slice(begin, begin + int(plan.quota_PED[source, expert, j]))
+        yield expert, token[part], choice[part]
+
+
+def own_results(case: Case, plan: balance.Plan, all_ids: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Where among the rank's results, in the order of the row tiles, those of its own routes are: [S, K], -1 if they
+    are of another rank or of none."""
+    out = torch.full_like(all_ids[rank], -1)
+    before = {
+        expert: first + sum(len(token) for p, token in sources if p < rank)
+        for expert, _, first, sources in segments(case, plan, all_ids, rank, 0)
+    }
+    for expert, token, choice in choices(plan, all_ids[rank], rank, rank):
+        if len(token):
+            out[token, choice] = before[expert] + torch.arange(len(token), device=out.device)
+    return out
+
+
+def sum_of_partials(got: Buffers, place: torch.Tensor, weight: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """y in fp32 from what is there: this rank's results in k order, the other ranks' partials, in rank order."""
+    tokens, top_k = place.shape
+    assert got.results_RH is not None
+    assert got.partial_NH is not None
+    own = torch.zeros(tokens, got.results_RH.shape[1], device=place.device)
+    for k in range(top_k):
+        row = got.results_RH[place[:, k].clamp_min(0)].float()
+        own = torch.where(place[:, k : k + 1] >= 0, torch.addcmul(own, row, weight[:, k : k + 1]), own)
+    total, partial_SPH = torch.zeros_like(own), got.partial_NH.view(tokens, ranks, own.shape[1])
+    for g in range(ranks):
+        total = total + (own if g == rank else partial_SPH[:, g].float())
+    return total
+
+
+def compare_sums(
+    case: Case, inputs: Inputs, got: Buffers, plan: balance.Plan, all_ids: list[torch.Tensor], rank: int,
+    returned: torch.Tensor,
+) -> dict[str, float]:  # fmt: skip
+    """Wire format "tokens": this rank's results, the partials that came back, and how many tokens were sent.
+
+    returned: fp32 results of this rank's routes, [S * K, H].
+    """
+    c, (_, ranks), errors = case.config, rank_and_size(), {}
+    limit = TOLERANCE[c.torch_dtype]
+    tokens = all_ids[rank].shape[0]
+    mine, wanted = [], []
+    for expert, _, first, sources in segments(case, plan, all_ids, rank, 0):
+        rows = torch.cat([inputs.x[p][token] for p, token in sources])
+        up, down, up_bias, down_bias = inputs.expert_weights(expert)
+        out = ffn_hidden(c, rows, up, up_bias).float() @ down.float().t()
+        wanted.append(out if down_bias is None else out + down_bias.float())
+        mine.append(got.results_RH[first : first + len(rows)])
+    if mine:
+        mine, wanted = torch.cat(mine), torch.cat(wanted)
+        errors["results"] = relative(mine, wanted)
+        assert errors["results"] <= limit, f"{errors}; {first_wrong(mine, wanted, limit)}"
+    sent = torch.zeros(ranks, ranks, dtype=torch.int32)
+    for p in range(ranks):
+        for g in range(ranks):
+            there = [token for _, token, _ in choices(plan, all_ids[p], p, g)]
+            sent[p, g] = len(torch.cat(there).unique()) if there else 0
+    assert torch.equal(got.sent_PG.cpu(), sent), f"tokens sent: {got.sent_PG.tolist()}, expected {sent.tolist()}"
+    want = torch.zeros(tokens, ranks, c.hidden, device=returned.device)
+    for g in range(ranks):
+        if g != rank:
+            for _, token, choice in choices(plan, all_ids[rank], rank, g):
+                part = got.weight_SK[token, choice].unsqueeze(1) * returned[token * c.top_k + choice]
+                want[:, g].index_add_(0, token, part)
+    want = want.view(-1, c.hidden)
+    errors["partial"] = relative(got.partial_NH, want)
+    assert errors["partial"] <= limit, f"{errors}; {first_wrong(got.partial_NH, want, limit)}"
     return errors
 
 

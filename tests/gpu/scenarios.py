@@ -274,6 +274,34 @@ def transports() -> dict:
     return out
 
 
+def wire() -> dict:
+    """A token once to each rank, partial sums back: every S and routing, many calls, graph replay, one operation."""
+    rank, ranks = rank_and_size()
+    if ranks == 1:
+        raise RuntimeError("several ranks are needed: on one nothing crosses")
+    out = sweep(cases.WIRE)
+    one = replace(cases.WIRE[0], tokens=(1000, 700))
+    out["repeat"] = repeat_case(cases.WIRE[3])
+    out["graph"] = replayed(replace(cases.WIRE[4], tokens=(700, 300)))
+    engine, inputs = engine_for(one), make_inputs(one)
+    call = launcher(one, inputs)
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == 1, f"{len(names)} GPU operations: {names[:5]}"
+    engine.check()
+    seen = engine.buffers(one.tokens[rank])
+    sent = int(seen.sent_PG[rank].sum() - seen.sent_PG[rank, rank])
+    low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
+    routes = int(seen.counts_PE[rank].sum() - seen.counts_PE[rank, low:high].sum())
+    out |= {"gpu_operations": len(names), "rows": {"tokens": sent, "routes": routes}}
+    out["layers"] = compare_layers([cases.WIRE_LAYER])
+    out["gradients"] = gradients_of(cases.WIRE_LAYER)
+    return out
+
+
 def plan_of(case: Case, inputs: harness.Inputs):
     """The plan of a case whose routing is handed in."""
     from moe_ref import balance
@@ -287,7 +315,11 @@ def plan_of(case: Case, inputs: harness.Inputs):
 
 def graph() -> dict:
     """Capture a call in a CUDA graph, replay it a hundred times with changing inputs, on a stream of the caller's."""
-    case = replace(cases.SMALL, tokens=(700, 300))
+    return replayed(replace(cases.SMALL, tokens=(700, 300)))
+
+
+def replayed(case: Case) -> dict:
+    """See `graph`."""
     engine = engine_for(case)
     rank, _ = rank_and_size()
     sets = [make_inputs(case, seed) for seed in range(4)]
@@ -552,8 +584,9 @@ def compare_layers(every: list[dict]) -> dict:
         one = make_layer("fused", **changes)
         g = torch.Generator(device="cuda").manual_seed(rank)
         x = torch.randn(300 + 50 * rank, one.config.hidden, device="cuda", generator=g).to(one.config.torch_dtype)
-        # the chain knows no capacity
-        for other in ("ref",) if one.config.capacity_factor else ("ref", "unfused"):
+        # the chain knows no capacity and one wire format
+        alone = one.config.capacity_factor or one.config.wire_format != "routes"
+        for other in ("ref",) if alone else ("ref", "unfused"):
             report = compare("fused", other, one, [x])
             # The chain rounds the first product before the activation, the reference and the kernel after it: element
             # by element it differs by more than they do.
@@ -930,8 +963,8 @@ def small() -> dict:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        special, uneven, solving, placed, layouts, transports, repeat, graph, operations, wrong_input, refused, traced,
-        layer, training, train_fused, families, tf32, matrix, large, slow_start, replicas, timeout, small,
+        special, uneven, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input, refused,
+        traced, layer, training, train_fused, families, tf32, matrix, large, slow_start, replicas, timeout, small,
     )
 }  # fmt: skip
 

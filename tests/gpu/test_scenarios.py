@@ -29,7 +29,7 @@ EVERYWHERE = (
 )  # fmt: skip
 # The one that ends with a kernel's failure comes late.
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", "timeout", "layouts")
-TWO_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports")
+TWO_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
 SCRIPT = Path(__file__).parent / "scenarios.py"
 LIMIT_S = 600
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--sequences", "4", "--context", "16"]
