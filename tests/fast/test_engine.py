@@ -1,18 +1,20 @@
-"""What the megakernel's host side refuses before it launches anything; no GPU is needed to be told."""
+"""What the megakernel's host side refuses before it launches anything, and how it reads what a call left behind."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from moe_fast.backend import FusedBackend
+from moe_fast.backend import FusedBackend, _fill
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions
-from moe_ref import MoEConfig
+from moe_fast.kernel.shapes import KernelShape, buffer_rows, heap_regions, workspace_regions
+from moe_ref import LayerStats, MoEConfig, MoELayer, cases
 from moe_ref.errors import UsageError
+from moe_ref.pipeline import Record
 
 SHAPE = KernelShape.from_config(MoEConfig(hidden=128, intermediate=64, experts=4, top_k=2, dtype="bfloat16"), 1)
 
@@ -50,3 +52,62 @@ def test_a_heap_that_is_too_small_is_refused(gpu) -> None:
     need = heap_regions(SHAPE, 64)[1]
     with pytest.raises(UsageError, match=rf"the symmetric heap has {need - 1} bytes, this layer needs {need}"):
         Engine(SHAPE, heap_of(need - 1), 64)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_a_call_by_tokens_leaves_behind(rank: int, monkeypatch) -> None:
+    """The reference's buffers, put where the kernel puts them, are read back as the reference's record."""
+    config = MoEConfig(hidden=128, intermediate=64, experts=6, top_k=4, dtype="bfloat16", wire_format="tokens")
+    config = config.replace(max_tokens=64, tile_rows=128)
+    layer = MoELayer(config, world=3)
+    xs = [cases.make_tokens(size, config, size) for size in (40, 0, 64)]
+    routings = [cases.make_routing("masked", len(x), config, len(x)) for x in xs]
+    with torch.no_grad():
+        want = layer._backend.forward(layer, xs, routings, keep=True)
+    shape, tokens = KernelShape.from_config(config, 3), len(xs[rank])
+
+    engine = object.__new__(Engine)
+    engine.shape, engine.max_tokens, engine.rows = shape, 64, buffer_rows(shape, 64)
+    engine.in_heap, size = heap_regions(shape, 64)
+    engine.heap = Heap(torch.full((size,), 0x7F, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), rank, 3)
+    engine.in_workspace, size = workspace_regions(shape, 64, 132)
+    engine.workspace = torch.full((size,), 0x7F, dtype=torch.uint8)
+    monkeypatch.setattr(Engine, "check", lambda self: None)
+
+    def heap(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return engine.view(engine.heap.memory, engine.in_heap[name], dtype)
+
+    def own(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return engine.view(engine.workspace, engine.in_workspace[name], dtype)
+
+    side = 1
+    own("control")[0] = side + 1
+    counts = heap("counts").view(2, 3, -1)[side]
+    counts[:, :6] = torch.from_numpy(want.counts_PE)
+    counts[:, 7] = torch.tensor([40, 0, 64])
+    ids_SK = want.routing[rank].expert_SK
+    own("expert")[: tokens * 4] = ids_SK.flatten().int()
+    own("weight", torch.float32)[: tokens * 4] = want.routing[rank].weight_SK.flatten()
+    # of a route to another rank -2 - rank; of one that stays its row, which nobody reads here
+    owner_SK = torch.where(ids_SK >= 0, ids_SK // 2, -1)
+    own("where")[: tokens * 4] = torch.where(owner_SK == rank, 0, -2 - owner_SK).masked_fill(ids_SK < 0, -1).flatten()
+    held = torch.from_numpy(want.layout.held_rows(rank))
+    heap("rows", torch.bfloat16).view(2, -1, 128)[side][held] = want.rows_NH[rank]
+    heap("results", torch.bfloat16).view(-1, 128)[held] = want.output_NH[rank]
+    own("hidden", torch.bfloat16).view(-1, 64)[held] = want.hidden_ND[rank]
+    partial_SPH = want.partial_NH[rank].view(tokens, 3, 128)
+    back = heap("returned", torch.bfloat16).view(2, 2, 64, 128)[side]
+    for i, g in enumerate(g for g in range(3) if g != rank):
+        sent = (owner_SK == g).any(dim=1)
+        back[i, :tokens][sent] = partial_SPH[sent, g]
+    # after the flags and the leaders, see `wire_words`
+    heap("wire")[2 * engine.rows + 3 :][:9] = torch.from_numpy(want.sent_PG).flatten()
+
+    got = Record()
+    _fill(got, engine, layer, tokens, None, buffers=True)
+    for name in ("rows_NH", "hidden_ND", "output_NH", "partial_NH"):
+        assert torch.equal(getattr(got, name)[0], getattr(want, name)[rank]), name
+    assert got.returned_NH is None
+    assert np.array_equal(got.sent_PG, want.sent_PG)
+    remote = [LayerStats.of(record, config, torch.bfloat16).bytes_remote for record in (got, want)]
+    assert remote[0] == remote[1] > 0
