@@ -4,7 +4,8 @@ pytest -m gpu tests/gpu          one Hopper GPU
 pytest -m multigpu tests/gpu     two
 
 All scenarios of a number of GPUs run in one launch, outside the test process: a kernel that fails must not take the
-tests along. With MOE_REF_RESULTS=FOLDER its result file is written there as well. All tests are in this file because
+tests along. Those of one GPU run in two launches side by side where there are two. With MOE_REF_RESULTS=FOLDER the
+result file is written there as well. All tests are in this file because
 pytest's workers take files: two of them at one time would share the GPUs.
 """
 
@@ -14,13 +15,15 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from train_jobs import killed_run
 
+from moe_ref.results import write_results
 from moe_ref.train import sharded
 
 EVERYWHERE = (
@@ -29,6 +32,8 @@ EVERYWHERE = (
 )  # fmt: skip
 # The one that ends with a kernel's failure comes late.
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", "timeout", "layouts")
+HALF = ("matrix", "special", "uneven", "repeat", "graph", "traced", "tf32", "solving")
+"""About half of one GPU's time."""
 TWO_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
 SCRIPT = Path(__file__).parent / "scenarios.py"
 LIMIT_S = 600
@@ -45,18 +50,43 @@ def gpus() -> int:
 @cache
 def launched(ranks: int) -> tuple[list[dict], int, str]:
     """What the scenarios printed, the exit code, and the end of stderr."""
+    folder = os.environ.get("MOE_REF_RESULTS")
+    parts = [ONE_GPU if ranks == 1 else TWO_GPUS]
+    if ranks == 1 and gpus() > 1:
+        parts = [HALF, tuple(name for name in ONE_GPU if name not in HALF)]
+    outs = [Path(folder) / f"megakernel_tests_{ranks}gpu.{i}.json" if folder else None for i in range(len(parts))]
+    devices = range(len(parts)) if len(parts) > 1 else [None]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        done = list(pool.map(partial(launch, ranks), parts, outs, devices))
+    if folder and all(out and out.exists() for out in outs):
+        join_results([out for out in outs if out], Path(folder) / f"megakernel_tests_{ranks}gpu.json")
+    lines = [json.loads(line) for one in done for line in one.stdout.splitlines() if line.startswith("{")]
+    return lines, max(one.returncode for one in done), "".join(one.stderr[-4000:] for one in done)
+
+
+def launch(ranks: int, names: tuple[str, ...], out: Path | None, gpu: int | None) -> subprocess.CompletedProcess[str]:
+    """Run scenarios in a process of their own, one for each rank, on the visible GPU number `gpu` or on all."""
     start = (
         [sys.executable]
         if ranks == 1
         else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     )
-    command = [*start, str(SCRIPT), *(ONE_GPU if ranks == 1 else TWO_GPUS)]
-    if folder := os.environ.get("MOE_REF_RESULTS"):
-        command += ["--out", str(Path(folder) / f"megakernel_tests_{ranks}gpu.json")]
+    command = [*start, str(SCRIPT), *names, *(["--out", str(out)] if out else [])]
     environment = {**os.environ, "TRACEBACK": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return lines, done.returncode, done.stderr[-4000:]
+    if gpu is not None:
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+
+
+def join_results(parts: list[Path], path: Path) -> None:
+    """Make one result file of those of several launches, and remove them."""
+    found = [json.loads(part.read_text()) for part in parts]
+    whole = {**found[0], "command": "; ".join(one["command"] for one in found)}
+    whole["scenarios"] = [line for one in found for line in one["scenarios"]]
+    write_results(path, whole)
+    for part in parts:
+        part.unlink()
 
 
 def check(ranks: int, scenario: str) -> None:
