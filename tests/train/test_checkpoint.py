@@ -107,7 +107,8 @@ def test_record_of_the_training_belongs_to_the_checkpoint() -> None:
     model, notes = tiny_moe()
     assert record["checkpoint_sha256"] == hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
     assert record["recipe"] == notes["recipe"]
-    assert record["config"] == model.config.to_dict()
+    # a field that the config got later has its default there
+    assert type(model.config).from_dict(record["config"]) == model.config
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
     for values in record["held_out"].values():
         assert values["bits_per_byte"] < 0.6 * values["unigram_bits_per_byte"]
