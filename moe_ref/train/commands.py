@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import typer
 from rich.table import Table
@@ -154,6 +155,9 @@ def run_here(task: Task) -> None:
         CheckFailed: another rank is lost, or the numbers are not finite; UsageError: see `train`.
     """
     if world_size_from_environment() is not None:
+        # PyTorch's first optimiser loads modules that keep a process group for good if there is one by then; gloo's
+        # threads would then outlive the interpreter, and now and then abort it.
+        torch.optim.SGD([torch.zeros(1)])
         DistributedWorld.from_environment(task.job.timeout_s)
     world, device = world_for(None, default=1)
     try:

@@ -209,6 +209,31 @@ def test_eight_ranks_through_torchrun_in_four_groups() -> None:
     assert np.abs(np.array(values["losses"]) - np.array(outcome.losses)).max() <= 1e-5
 
 
+LAST_THREADS = """
+import atexit
+import sys
+from pathlib import Path
+from moe_ref.cli import main
+
+def tell():
+    print("threads:", *((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()))
+
+atexit.register(tell)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="names of threads are read from /proc")
+def test_no_thread_of_the_process_group_outlives_the_training() -> None:
+    """One that did would now and then abort the process when the interpreter ends."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python",
+               sys.executable, "-c", LAST_THREADS, "train", *TINY, "--steps", "1", "--replicas", "1"]  # fmt: skip
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("threads:")]
+    assert "gloo" not in said
+
+
 def test_comparison(capfd, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     picture = tmp_path / "compare.png"
