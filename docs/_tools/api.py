@@ -20,6 +20,7 @@ GROUPS = (
     ("Everything else", "other", "moe_ref", None),
     ("moe_fast: the GPU side", "moe_fast", "moe_fast", None),
     ("moe_fast: the megakernel", "kernel", "moe_fast.kernel", None),
+    ("moe_fast: the benchmark", "bench", "moe_fast.bench", None),
     ("moe_fast: the ladder of kernels", "ladder", "moe_fast.ladder", None),
 )
 """(title, file name, package, modules or None for all modules of the package that no other group names)."""

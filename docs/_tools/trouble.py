@@ -99,7 +99,7 @@ ROWS = (
         ("tests/test_edge_cases.py::test_29",)),
     Row("A benchmark against a chain that pays for its launches", "DeepGEMM 323 (a fused kernel at 0.36x)",
         "the same chain captured as a CUDA graph is in the table, too",
-        ("moe_fast/bench.py::bench_cell",
+        ("moe_fast/bench/contestants.py::bench_cell",
          "tests/runtime/test_simulator.py::test_a_captured_chain_is_faster_but_does_the_same_operations")),
 )  # fmt: skip
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_fast import growth, prediction, variants
 from moe_fast.backend import deadline_s
-from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, with_targets
+from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, growth, prediction, variants, with_targets
 from moe_ref import cli
 from moe_ref.errors import UsageError
 

@@ -33,7 +33,7 @@ def main() -> None:
                 if "trace" in what:
                     shapes.append(KernelShape.from_config(config, ranks, scheduler, trace=True))
     if "balance" in what:
-        from moe_fast.variants import spread
+        from moe_fast.bench.variants import spread
 
         for name in ("paper-e8", "paper-e32"):
             config = LAYERS[name]

@@ -889,7 +889,7 @@ def families() -> dict:
 
     from hf_models import block_on
 
-    from moe_fast.library_blocks import chosen_ids
+    from moe_fast.bench.library_blocks import chosen_ids
     from moe_ref.compat import from_transformers
 
     device, out = torch.device("cuda", torch.cuda.current_device()), {}

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_fast import bench
+from moe_fast.bench.layers import LAYERS
+from moe_fast.bench.measure import Setup, interleaved, place, set_up
 from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import SCHEDULERS, KernelShape, heap_regions
@@ -60,7 +61,7 @@ class Contestant:
         trace: bool = False,
         transport: str = "stores",
     ) -> None:
-        rank, ranks = bench.place()
+        rank, ranks = place()
         device = torch.device("cuda", torch.cuda.current_device())
         self.shape = KernelShape.from_config(config, ranks, scheduler, trace, placement=placement, transport=transport)
         size = heap_regions(self.shape, config.max_tokens)[1]
@@ -89,8 +90,8 @@ def run_layer(
     layer: str, tokens: int, skews: list[float], replicas: int, scheduler: str, repetitions: int
 ) -> dict[str, Any]:
     """Times of replicas and plain placement at every skew, loads, and how long the solver takes in the kernel."""
-    rank, ranks = bench.place()
-    config = bench.LAYERS[layer].replace(max_tokens=tokens)
+    rank, ranks = place()
+    config = LAYERS[layer].replace(max_tokens=tokens)
     placements = {
         "replicas": spread(config.experts, ranks, replicas),
         "plain": Placement.contiguous(config.experts, ranks),
@@ -111,7 +112,7 @@ def run_layer(
         return lambda: one.call(x, *routing, out=out)
 
     functions = {f"{n} {s:g}": timed(c, r) for n, c in contestants.items() for s, r in routings.items()}
-    times = bench.interleaved(functions, repetitions)
+    times = interleaved(functions, repetitions)
     rows = []
     for skew in skews:
         row: dict[str, Any] = {"zipf": skew}
@@ -138,8 +139,8 @@ def run_layer(
 
 def run_transports(layer: str, tokens: int, scheduler: str, repetitions: int) -> dict[str, Any]:
     """Times of both transports and both layouts at uniform routing; the fixed layout with twice the mean capacity."""
-    rank, ranks = bench.place()
-    config = bench.LAYERS[layer].replace(max_tokens=tokens)
+    rank, ranks = place()
+    config = LAYERS[layer].replace(max_tokens=tokens)
     placement = Placement.contiguous(config.experts, ranks)
     fixed = config.replace(layout="fixed", capacity_factor=2.0)
     contestants = {
@@ -166,7 +167,7 @@ def run_transports(layer: str, tokens: int, scheduler: str, repetitions: int) ->
     def timed(one: Contestant) -> Any:
         return lambda: one.call(x, *routing, out=out)
 
-    times = bench.interleaved({name: timed(one) for name, one in contestants.items()}, repetitions)
+    times = interleaved({name: timed(one) for name, one in contestants.items()}, repetitions)
     for one in contestants.values():
         one.engine.check()
         one.engine.heap.close()
@@ -179,12 +180,12 @@ def run_transports(layer: str, tokens: int, scheduler: str, repetitions: int) ->
 
 def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
     """Times of the three schedulers in turn, gate included, one row per S; raises CheckFailed if bits differ."""
-    _, ranks = bench.place()
-    setups = {name: bench.set_up(bench.LAYERS[layer], max(sizes), name) for name in SCHEDULERS}
+    _, ranks = place()
+    setups = {name: set_up(LAYERS[layer], max(sizes), name) for name in SCHEDULERS}
     rows = []
     for tokens in sizes:
 
-        def timed(setup: bench.Setup, tokens: int = tokens) -> Callable[[], Tensor]:
+        def timed(setup: Setup, tokens: int = tokens) -> Callable[[], Tensor]:
             w, x = setup.weights, setup.x_SH[:tokens]
             y = torch.empty_like(x)
             return lambda: setup.engine.launch(x, w.router_EH, w.up_XUH, w.down_XHD, out=y)
@@ -195,7 +196,7 @@ def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[
             setup.engine.check()
             if not torch.equal(results[name], results[SCHEDULERS[0]]):
                 raise CheckFailed(f"{name} gives other bits than {SCHEDULERS[0]} at S={tokens}; not timing it")
-        times = bench.interleaved(functions, repetitions)
+        times = interleaved(functions, repetitions)
         row: dict[str, Any] = {"layer": layer, "gpus": ranks, "tokens": tokens, "ms": times}
         for name in SCHEDULERS[1:]:
             row[f"{name}_over_{SCHEDULERS[0]}"] = round(times[name]["median"] / times[SCHEDULERS[0]]["median"], 3)
@@ -217,17 +218,15 @@ def render_schedulers(results: dict[str, Any]) -> str:
 
 def run_wire(layer: str, sizes: list[int], scheduler: str, repetitions: int) -> list[dict[str, Any]]:
     """Times of both wire formats at every S, and what crosses in each."""
-    rank, ranks = bench.place()
-    config = bench.LAYERS[layer]
-    formats = {
-        name: bench.set_up(config.replace(wire_format=name), max(sizes), scheduler) for name in ("routes", "tokens")
-    }
+    rank, ranks = place()
+    config = LAYERS[layer]
+    formats = {name: set_up(config.replace(wire_format=name), max(sizes), scheduler) for name in ("routes", "tokens")}
     rows = []
     for tokens in sizes:
         inputs = formats["routes"].x_SH[:tokens]
         out = torch.empty_like(inputs)
 
-        def timed(one: bench.Setup, x: Tensor = inputs, out: Tensor = out) -> Any:
+        def timed(one: Setup, x: Tensor = inputs, out: Tensor = out) -> Any:
             weights = one.weights
             return lambda: one.engine.launch(x, weights.router_EH, weights.up_XUH, weights.down_XHD, out=out)
 
@@ -251,7 +250,7 @@ def run_wire(layer: str, sizes: list[int], scheduler: str, repetitions: int) -> 
             "routes": remote["routes"] * 4,
             "tokens": remote["routes"] * 8 + tokens * (ranks - 1) * (2 * config.top_k + 1) * 4,
         }
-        times = bench.interleaved({name: timed(one) for name, one in formats.items()}, repetitions)
+        times = interleaved({name: timed(one) for name, one in formats.items()}, repetitions)
         row: dict[str, Any] = {"layer": layer, "gpus": ranks, "tokens": tokens, "scheduler": scheduler, "ms": times}
         row |= {"remote_rows": remote, "difference": float(f"{error:.2e}")}
         row["remote_bytes"] = {n: 2 * remote[n] * config.row_bytes + beside[n] for n in remote}

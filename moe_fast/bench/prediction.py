@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from moe_fast.bench import LAYERS
+from moe_fast.bench.layers import LAYERS
 from moe_ref.runtime.calibrate import calibrate, simulate_ms
 from moe_ref.runtime.machine import machine
 from moe_ref.runtime.recorded import Record

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_fast import bench
+from moe_fast.bench.measure import interleaved
 from moe_ref.errors import CheckFailed
 from moe_ref.layer import MoELayer
 
@@ -100,7 +100,7 @@ def compare(family: str, repetitions: int) -> list[dict[str, Any]]:
             difference = float((ours - theirs)[alike].norm() / theirs[alike].norm())
             if not difference < DIFFERENT:
                 raise CheckFailed(f"{family}: the layer differs from the block by {difference:.2e} at S={tokens}")
-            times = bench.interleaved({"library": library, "fused": fused}, repetitions, hide_host=False)
+            times = interleaved({"library": library, "fused": fused}, repetitions, hide_host=False)
         ratio = times["library"]["median"] / times["fused"]["median"]
         rows.append(
             {

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from moe_fast import bench
+from moe_fast.bench.layers import LAYERS
+from moe_fast.bench.measure import Setup, floor_of, interleaved, place, set_up
 from moe_ref.config import MoEConfig
 
 MEMORY_BYTES_PER_S = 4.3e12
@@ -32,7 +33,7 @@ FIXED_EXPERTS, FIXED_TOKENS = 32, 4096
 
 def layer_of(experts: int) -> MoEConfig:
     """The paper's layer: H = D = 2048, ReLU, K = 2."""
-    return bench.LAYERS["paper-e32"].replace(experts=experts)
+    return LAYERS["paper-e32"].replace(experts=experts)
 
 
 def bounds(config: MoEConfig, tokens: int, ranks: int) -> dict[str, float]:
@@ -44,16 +45,16 @@ def bounds(config: MoEConfig, tokens: int, ranks: int) -> dict[str, float]:
     return {"memory": 1e3 * weights / MEMORY_BYTES_PER_S, "link": 1e3 * away / LINK_BYTES_PER_S}
 
 
-def cell(setup: bench.Setup, tokens: int, ranks: int, repetitions: int) -> dict[str, Any]:
+def cell(setup: Setup, tokens: int, ranks: int, repetitions: int) -> dict[str, Any]:
     """Time and bounds of one call, ms."""
     x, w = setup.x_SH[:tokens], setup.weights
     y = torch.empty_like(x)
     functions = {
         "fused": lambda: setup.engine.launch(x, w.router_EH, w.up_XUH, w.down_XHD, out=y),
-        "arithmetic": bench.floor_of(setup.config, tokens * setup.config.top_k),
+        "arithmetic": floor_of(setup.config, tokens * setup.config.top_k),
     }
     with torch.no_grad():
-        times = bench.interleaved(functions, repetitions)
+        times = interleaved(functions, repetitions)
     setup.engine.check()
     found = {"arithmetic": times["arithmetic"]["median"], **bounds(setup.config, tokens, ranks)}
     return {
@@ -84,13 +85,13 @@ def cliffs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measure(repetitions: int, scheduler: str) -> dict[str, list[dict[str, Any]]]:
     """Both sweeps; collective."""
-    _, ranks = bench.place()
-    setup = bench.set_up(layer_of(FIXED_EXPERTS), max(TOKENS), scheduler)
+    _, ranks = place()
+    setup = set_up(layer_of(FIXED_EXPERTS), max(TOKENS), scheduler)
     by_tokens = [cell(setup, s, ranks, repetitions) for s in TOKENS]
     setup.engine.heap.close()
     by_experts = []
     for experts in EXPERTS:
-        setup = bench.set_up(layer_of(experts), FIXED_TOKENS, scheduler)
+        setup = set_up(layer_of(experts), FIXED_TOKENS, scheduler)
         by_experts.append(cell(setup, FIXED_TOKENS, ranks, repetitions))
         setup.engine.heap.close()
     return {"tokens": with_growth(by_tokens), "experts": with_growth(by_experts)}

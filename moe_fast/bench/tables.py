@@ -1,0 +1,34 @@
+"""A benchmark result as a table, what was aimed at beside what was reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_fast.bench.layers import TARGETS
+
+
+def with_targets(results: dict[str, Any]) -> dict[str, Any]:
+    """Add to every row what was aimed at and whether it is met; None where nothing was."""
+    rows = []
+    for row in results["rows"]:
+        target = TARGETS.get((row["layer"], row["gpus"]), {}).get(row["tokens"])
+        rows.append({**row, "target": target, "met": None if target is None else row["fused_over_floor"] <= target})
+    return {**results, "rows": rows}
+
+
+def render(results: dict[str, Any]) -> str:
+    """The table of a result file."""
+    lines = [
+        "milliseconds per call, median; S: tokens of each GPU; floor: the products as dense GEMMs of the library",
+        f"{'layer':12} {'GPUs':>4} {'S':>6} {'floor':>8} {'fused':>8} {'eager':>8} {'graph':>8}"
+        "  fused/floor  aim   eager/f  graph/f",
+    ]
+    for row in with_targets(results)["rows"]:
+        ms = {name: f"{value['median']:.3f}" for name, value in row["ms"].items()}
+        lines.append(
+            f"{row['layer']:12} {row['gpus']:>4} {row['tokens']:>6} {ms['floor']:>8} {ms['fused']:>8} "
+            f"{ms.get('eager', '-'):>8} {ms.get('graph', '-'):>8}  {row['fused_over_floor']:>11.2f}  "
+            f"{'' if row['target'] is None else row['target']:<4}  "
+            f"{row.get('eager_over_fused', float('nan')):>7.2f}  {row.get('graph_over_fused', float('nan')):>7.2f}"
+        )
+    return "\n".join(lines)
