@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.balance.plan import Plan
-from moe_ref.dispatch import send_order
+from moe_ref.dispatch import place_rows, send_order
 from moe_ref.experts import accumulate_dtype
 from moe_ref.gate import Routing
 from moe_ref.layout import CompactLayout
@@ -121,8 +121,9 @@ def dispatch_tokens(
     heaps, results = [], []
     for i, rank in enumerate(world.local_ranks):
         which_N, choice_N = (places[i] >= 0).nonzero(as_tuple=True)
-        heap_NH = received[i].new_full((layout.heap_rows(rank), received[i].shape[1]), float("nan"))
-        heaps.append(heap_NH.index_copy_(0, places[i][which_N, choice_N], received[i].index_select(0, which_N)))
+        routed_NH = received[i].index_select(0, which_N)
+        heap_NH = place_rows(routed_NH, places[i][which_N, choice_N], layout.heap_rows(rank), float("nan"))
+        heaps.append(heap_NH)
         received[i] = received[i][:0]
         # outputs stand without the padding of the heap
         dense_of = torch.full((layout.heap_rows(rank) + 1,), -1, device=heap_NH.device)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from moe_ref import MoEConfig
+from collections.abc import Sequence
+
+import torch
+
+from moe_ref import MoEConfig, MoELayer, Routing
+from moe_ref.definition import definition, relative_error
 
 SMALL = {"hidden": 32, "intermediate": 48, "experts": 10, "top_k": 3}
 
@@ -43,3 +48,24 @@ FAMILIES: dict[str, dict] = {
 def family(name: str, **changes) -> MoEConfig:
     """The config of a family, with changes."""
     return MoEConfig(**{**SMALL, **FAMILIES[name], **changes})
+
+
+def dense(layer: MoELayer, x_SH: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The definition with a layer's weights."""
+    biases = layer.up_bias_parameter, layer.down_proj_bias
+    return definition(
+        x_SH, routing, layer.config, layer.up_parameter, layer.down_proj, *biases, shared_SH=layer.shared(x_SH)
+    )
+
+
+def largest_error(
+    layer: MoELayer, x_SH: torch.Tensor, routing: Routing | None, inputs: Sequence[torch.Tensor]
+) -> float:
+    """Of a layer against the definition: relative error of its output, and of its gradients with regard to `inputs`.
+
+    routing: handed in; None for the layer's own gate, whose gradients are then compared, too.
+    """
+    y, expected = layer(x_SH, routing=routing), dense(layer, x_SH, routing or layer.gate(x_SH))
+    got = torch.autograd.grad(y.square().sum(), inputs)
+    want = torch.autograd.grad(expected.square().sum(), inputs)
+    return max(relative_error(a, b) for a, b in zip((y, *got), (expected, *want), strict=True))

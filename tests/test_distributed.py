@@ -54,7 +54,7 @@ def test_real_ranks_equal_simulated_ones(job: int, results, one_thread, same_row
 
     for rank in range(4):
         got = results[rank][job]
-        same_rows(torch.from_numpy(got["y"]), ys[rank].double())
+        assert same_rows(torch.from_numpy(got["y"]), ys[rank].double())
         assert relative_error(torch.from_numpy(got["x_grad"]), xs[rank].grad.double()) <= 1e-6
         assert got["expert_load"].tolist() == stats.expert_load.tolist()
         assert got["rank_load"].tolist() == stats.rank_load.tolist()
@@ -92,7 +92,7 @@ def test_checkpoint_of_all_experts(one_thread, same_rows) -> None:
     layer = MoELayer(config, world=2, seed=11)
     ys = layer([cases.make_tokens(9, config, rank) for rank in range(2)])
     for got, want in zip(results, ys, strict=True):
-        same_rows(torch.from_numpy(got), want)
+        assert same_rows(torch.from_numpy(got), want)
 
 
 def test_every_refusal_reaches_every_rank() -> None:

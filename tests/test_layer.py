@@ -23,7 +23,7 @@ def test_splitting_over_ranks_changes_no_bit(name: str, layout: str, one_thread,
     x = cases.make_tokens(61, config, 1)
     alone = MoELayer(config, seed=2)(x)
     for ranks in (2, 4, 7, 12):
-        same_rows(MoELayer(config, world=ranks, seed=2)(x), alone)
+        assert same_rows(MoELayer(config, world=ranks, seed=2)(x), alone)
 
 
 @settings(max_examples=40)
@@ -192,7 +192,7 @@ def test_replicas_change_no_bit(one_thread, same_rows) -> None:
     alone = MoELayer(BASE)(x)
     placement = Placement.from_replicas([(e % 4, (e + 1) % 4) for e in range(8)], 4)
     y, stats = MoELayer(BASE, world=4, placement=placement)(x, return_stats=True)
-    same_rows(y, alone)
+    assert same_rows(y, alone)
     assert int(stats.rank_load.sum()) == 128
 
 

@@ -164,7 +164,7 @@ print("all checks passed")
 #
 # ??? success "Answer"
 #     The placement gives the first two ranks three experts and the others two
-#     ([`Placement.contiguous`][moe_ref.placement.placement.Placement]). Slots are counted per fullest rank; an empty slot
+#     ([`Placement.contiguous`][moe_ref.replicas.Placement]). Slots are counted per fullest rank; an empty slot
 #     simply never gets a row.
 #
 # 3. The counts exchange costs a round trip. Which layout does without it, and at which price?

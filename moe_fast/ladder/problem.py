@@ -31,6 +31,7 @@ class Problem:
     Attributes:
         rows_NH: bfloat16 [N, H]; first_XDH, second_XHD: weights; rows_X: rows of each expert without padding.
         tile_expert_T: int32 [T], the expert of each row tile; hidden_ND, out_NH: filled by a level.
+        failed: int32 [1], not 0 once a wait inside a level has run out of patience.
     """
 
     rows_NH: Tensor
@@ -45,6 +46,7 @@ class Problem:
         self.tile_expert_T = torch.tensor(self.tile_expert, dtype=torch.int32, device=device)
         self.hidden_ND = self.rows_NH.new_zeros(len(self.rows_NH), self.first_XDH.shape[1])
         self.out_NH = torch.zeros_like(self.rows_NH)
+        self.failed = torch.zeros(1, dtype=torch.int32, device=device)
 
     @classmethod
     def of_routes(
@@ -169,7 +171,6 @@ def caller(name: str, problem: Problem) -> Callable[[], None]:
     if name == "fused":
         tasks = listed(fused_tasks(p.tile_expert, columns0, columns1))
         counters = torch.zeros(len(p.tile_expert), dtype=torch.int32, device=device)
-        failed = torch.zeros(1, dtype=torch.int32, device=device)
         calls = 0
 
         def both() -> None:
@@ -177,10 +178,9 @@ def caller(name: str, problem: Problem) -> Callable[[], None]:
             calls += 1
             kernels[0](
                 at(p.rows_NH), at(p.first_XDH), at(p.hidden_ND), at(p.second_XHD), at(p.out_NH), at(experts), tiles,
-                slots, at(tasks), Int32(len(tasks)), at(counters), Int32(calls), at(failed), blocks, stream,
+                slots, at(tasks), Int32(len(tasks)), at(counters), Int32(calls), at(p.failed), blocks, stream,
             )  # fmt: skip
 
-        both.failed = failed  # type: ignore[attr-defined]
         return both
 
     lists = [listed(ordered_tasks(p.tile_expert, columns)) for columns in (columns0, columns1)]

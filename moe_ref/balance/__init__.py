@@ -1,7 +1,5 @@
 """Token scheduling over expert replicas (FineMoE, sections 3 and 4)."""
 
-# The placement package comes first: its modules use the flow, whose modules need nothing but `Placement`.
-import moe_ref.placement  # noqa: F401  # isort: skip
 from moe_ref.balance.agreement import check_same_plan
 from moe_ref.balance.checks import SolverError
 from moe_ref.balance.flow import ReplicaLoads

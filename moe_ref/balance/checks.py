@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 MAX_TOTAL = 2**62
 """Largest total load: sums of two loads still fit in int64."""

@@ -30,7 +30,7 @@ from moe_ref.balance.checks import SolverError, check_counts
 from moe_ref.balance.lp import quiet_highs
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.routing import local_rows, route
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_ref.layout import ceil_div
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 @dataclass(frozen=True)

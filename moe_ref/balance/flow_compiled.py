@@ -18,7 +18,7 @@ from numba import njit
 from moe_ref.balance.checks import check_counts, check_loads
 from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.plan import Plan
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def _compiled(function: Callable[..., Any]) -> Any:

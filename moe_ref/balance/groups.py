@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_ref.balance import flow_compiled
 from moe_ref.balance.plan import Plan
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def repeat_placement(placement: Placement, groups: int) -> Placement:

@@ -33,7 +33,7 @@ from moe_ref.balance.checks import SolverError
 from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.routing import route
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 FORMULATIONS = ("paper", "eliminated")
 

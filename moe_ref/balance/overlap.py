@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.schedule import METHODS, schedule
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 class PlanTimeout(TimeoutError):

@@ -14,7 +14,7 @@ from moe_ref.layout import ceil_div
 from moe_ref.placement.adaptive import PlacementManager
 from moe_ref.placement.asymmetric import asymmetric
 from moe_ref.placement.moves import MoveCost
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def batch_ratios(load_NE: np.ndarray, placement: Placement) -> tuple[np.ndarray, int, int]:

@@ -28,8 +28,8 @@ from moe_ref.balance import flow_compiled
 from moe_ref.placement.asymmetric import asymmetric as asymmetric_placement
 from moe_ref.placement.asymmetric import greedy_replica_counts
 from moe_ref.placement.names import merged as merged_placement
-from moe_ref.placement.placement import Placement
 from moe_ref.placement.symmetric import symmetric as symmetric_construction
+from moe_ref.replicas import Placement
 
 Rival = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """(counts int64 [T, P, E], predicted load int64 [E], replicas) -> rows per rank, float64 [T, P]."""

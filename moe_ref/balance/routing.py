@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def local_rows(counts_PE: np.ndarray, placement: Placement) -> np.ndarray:

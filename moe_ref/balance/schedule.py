@@ -24,7 +24,7 @@ from moe_ref.balance.flow import ReplicaLoads
 from moe_ref.balance.groups import plan_groups
 from moe_ref.balance.plan import Plan
 from moe_ref.balance.routing import local_rows, route
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def _flow(counts_PE: np.ndarray, placement: Placement) -> Plan:

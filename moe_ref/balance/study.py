@@ -16,7 +16,7 @@ from moe_ref.balance.schedule import schedule
 from moe_ref.balance.sweep import max_over_mean
 from moe_ref.layout import ceil_div
 from moe_ref.placement.moves import MoveCost
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 @dataclass(frozen=True)

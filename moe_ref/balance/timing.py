@@ -18,7 +18,7 @@ from moe_ref.balance.routing import route
 from moe_ref.balance.schedule import schedule
 from moe_ref.layout import ceil_div
 from moe_ref.placement.density import trapped_load
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 SOLVERS = ("flow", "flow_compiled", "lp_warm", "lp_cold")
 

@@ -21,7 +21,7 @@ import numpy as np
 from moe_ref.balance.checks import check_loads
 from moe_ref.placement.asymmetric import asymmetric, mean_ratio
 from moe_ref.placement.moves import MoveCost, MovePlan, plan_moves, relabelled
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 @dataclass(frozen=True)

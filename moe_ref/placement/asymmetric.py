@@ -19,7 +19,7 @@ import numpy as np
 
 from moe_ref.balance import flow_compiled
 from moe_ref.balance.checks import as_counts
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def greedy_replica_counts(load_E: Any, total_slots: int, num_ranks: int) -> list[int]:

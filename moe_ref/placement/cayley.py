@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def cayley_edges(orders: Sequence[int], generators: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

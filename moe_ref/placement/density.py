@@ -23,7 +23,7 @@ import numpy as np
 
 from moe_ref.balance import flow_compiled
 from moe_ref.balance.checks import MAX_TOTAL, check_loads
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 def shared_experts(placement: Placement) -> nx.Graph:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from moe_ref.placement import cayley
 from moe_ref.placement.asymmetric import asymmetric
-from moe_ref.placement.placement import Placement
 from moe_ref.placement.symmetric import Construction, check_sizes, symmetric
+from moe_ref.replicas import Placement
 
 
 def merged(num_ranks: int, num_experts: int, replicas: int) -> Placement:

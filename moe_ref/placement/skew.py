@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_ref.balance import flow_compiled
 from moe_ref.layout import ceil_div
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 STEP = 0.01
 LARGEST = 3.0

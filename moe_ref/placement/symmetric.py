@@ -28,7 +28,7 @@ from math import comb
 import numpy as np
 
 from moe_ref.placement.circulant import best_steps, circulant_edges, matching_edges
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 
 MAX_BLOCKS = 1500
 """Base blocks that are looked at for each choice; where there are more, that many are drawn with a fixed seed."""

@@ -22,7 +22,7 @@ import torch
 from moe_ref.balance.plan import Plan
 from moe_ref.dispatch import send_order
 from moe_ref.layout import CompactLayout, FixedLayout, align_up, ceil_div, fixed_row
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 from moe_ref.runtime.encoding import side_of
 from moe_ref.runtime.tasks import Combine, Dispatch, Gemm0, Gemm1, TileShape, check_fields
 

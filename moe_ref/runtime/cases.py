@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ref.errors import UsageError
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 from moe_ref.runtime.callplan import CallPlan, make_call
 from moe_ref.runtime.messages import Rules
 from moe_ref.runtime.tasks import TileShape

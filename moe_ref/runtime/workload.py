@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_ref.errors import UsageError
 from moe_ref.layout import align_up, ceil_div
-from moe_ref.placement.placement import Placement
+from moe_ref.replicas import Placement
 from moe_ref.runtime.callplan import CallPlan, count_experts, make_call
 from moe_ref.runtime.tasks import TileShape, check_fields
 

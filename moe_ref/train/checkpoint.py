@@ -52,7 +52,8 @@ def load_checkpoint(path: Path) -> tuple[ByteMoE, dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not a readable safetensors file: {error}") from error
     try:

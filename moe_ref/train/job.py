@@ -219,7 +219,7 @@ def check(job: TrainJob, ranks: int) -> tuple[Corpus, dict[str, Any] | None]:
         UsageError: see `train`; this is all that can be refused before any rank is started.
     """
     check_sizes(job.balancing, ranks, job.experts, job.replicas, job.group_size)
-    job.model  # noqa: B018 (raises if the sizes make no model)
+    _ = job.model  # raises if the sizes make no model
     processes = local_world_size_from_environment() if world_size_from_environment() else ranks
     check_memory(
         _least_bytes(job, processes),

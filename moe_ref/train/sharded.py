@@ -239,7 +239,8 @@ class _Records(Mapping[str, Mapping[str, Tensor]]):
         self._fields: dict[str, dict[str, Path]] = {}
         for file in files:
             with _opened(file) as handle:
-                for name in handle.keys():  # noqa: SIM118 (no mapping)
+                names = handle.keys()
+                for name in names:
                     key, _, field = name.rpartition(":")
                     self._fields.setdefault(key, {})[field] = file
 

@@ -47,7 +47,7 @@ def test_outputs_have_the_same_bits_as_without_replicas(name: str, kind: str | N
     for method in ("flow", "flow_compiled", "lp"):
         ys, stats = run(PLACEMENTS[name], CONFIG, kind, method)
         for rank in range(4):
-            same_rows(ys[rank], plain[rank])
+            assert same_rows(ys[rank], plain[rank])
         plan = stats.record.plan
         assert plan.is_optimal
         assert stats.rank_load.tolist() == plan.rank_loads.tolist()
@@ -62,7 +62,7 @@ def test_other_dtypes_and_layouts(dtype: str, layout: str, one_thread, same_rows
     for name in ("symmetric", "uneven"):
         ys, _ = run(PLACEMENTS[name], config, None)
         for rank in range(4):
-            same_rows(ys[rank], plain[rank])
+            assert same_rows(ys[rank], plain[rank])
 
 
 def test_a_hot_expert_no_longer_decides(one_thread) -> None:
@@ -108,7 +108,7 @@ def test_re_placement_keeps_every_bit(one_thread, same_rows) -> None:
     with torch.no_grad():
         got = after([x for x, _ in xs], routing=[r for _, r in xs])
     for rank in range(4):
-        same_rows(got[rank], expected[rank])
+        assert same_rows(got[rank], expected[rank])
 
 
 def test_the_layer_reaches_the_density(one_thread) -> None:
@@ -137,7 +137,7 @@ def test_real_ranks_with_replicas_equal_simulated_ones_without(real, one_thread,
         jobs = [real[rank][0][job] for rank in range(4)]
         assert len({got["digest"] for got in jobs}) == 1
         for rank, got in enumerate(jobs):
-            same_rows(torch.from_numpy(got["y"]), plain[rank].double())
+            assert same_rows(torch.from_numpy(got["y"]), plain[rank].double())
             assert got["optimal"]
             assert got["total"] == 3 * sum(SIZES)
     for first, second in ((0, 1), (3, 4), (6, 7)):

@@ -89,7 +89,7 @@ def test_on_ranks_with_replicas(name: str, one_thread, same_rows) -> None:
     layer = from_transformers(block, world=4, placement=placement)
     x = make_input()
     with torch.no_grad():
-        same_rows(layer(x), alone(x))
+        assert same_rows(layer(x), alone(x))
 
 
 def test_on_real_ranks(one_thread, same_rows) -> None:
@@ -98,7 +98,7 @@ def test_on_real_ranks(one_thread, same_rows) -> None:
         with torch.no_grad():
             want = from_transformers(make_block(name))(make_input())
         got = torch.cat([torch.from_numpy(output[i]) for output in outputs], dim=1)
-        same_rows(got, want)
+        assert same_rows(got, want)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
-
-from docs_support import MISSING, ROOT, mkdocs_build  # noqa: E402
+from docs_support import MISSING, ROOT, mkdocs_build
 
 
 @pytest.fixture(scope="session")

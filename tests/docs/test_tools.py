@@ -75,7 +75,7 @@ def test_every_recorded_result_has_a_page(name: str) -> None:
     page = results.page(name)
     values = results.load(name)
     assert str(values["command"]) in page.replace("\n    ", "\n")
-    assert "/root" not in json.dumps(values)
+    assert not re.search(r"/(root|home|Users|work|tmp|mnt|workspace)\b", json.dumps(values)), "a path of one machine"
     assert "None" not in page
 
 
