@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import typer
+from rich.progress import MofNCompleteColumn, Progress
 
+from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable, UsageError
+from moe_ref.placement import names
+from moe_ref.replicas import Placement
 
 
 def register(app: typer.Typer) -> None:
@@ -24,35 +28,52 @@ def compile_kernels(
     config: Path | None = typer.Option(None, help="JSON file: a MoEConfig's fields, or a list of them."),
     ranks: str = typer.Option("1,2", help="Numbers of ranks, separated by commas."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets; several by commas."),
+    transport: str = typer.Option("stores", help="stores or put_signal; both by commas."),
+    placement: str | None = typer.Option(
+        None, help=f"For expert replicas: {', '.join(names.NAMES)}, or a file that `moe-ref place --save` wrote."
+    ),
+    replicas: int = typer.Option(2, help="Replicas of every expert in a placement that is named."),
     fp32_router: bool = typer.Option(False, help="For routers kept in fp32, as DeepSeek's."),
+    jobs: int = typer.Option(1, help="Kernels that are compiled at a time, each by a process of its own."),
     out: Path | None = typer.Option(None, help="Folder; default: the cache that the fused backend loads from."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Compile megakernels ahead of time; needs no GPU. Without --config: the layers of the benchmark."""
+    """Compile megakernels ahead of time; needs no GPU. Without --config: the layers of the benchmark.
+
+    A kernel takes 10 to 20 seconds; one whose file is there already is not compiled again. Of a placement only the
+    number of replicas and of slots are compiled in: kernels for one serve every other of the same numbers.
+    """
     check_compiler()
-    from moe_fast.compiler import cache_folder, compile_to_file, inspect_file
+    from moe_fast.compiler import cache_folder, compile_all, inspect_file
     from moe_fast.kernel.shapes import KernelShape
     from moe_ref.console import err
     from moe_ref.console import out as console
 
+    if jobs < 1:
+        raise UsageError(f"--jobs is {jobs}, expected at least 1")
     counts = _rank_counts(ranks)
-    shapes = [
-        KernelShape.from_config(one, count, name, fp32_router=fp32_router)
+    wanted = [
+        KernelShape.from_config(
+            one, count, name, fp32_router=fp32_router, placement=_placement(placement, count, one, replicas),
+            transport=way,
+        )
         for one in _configs(config)
         for count in counts
         for name in scheduler.split(",")
-    ]
-    kernels = []
-    for shape in dict.fromkeys(shapes):
-        with err.status(f"compiling {shape.name} ..."):
-            path = compile_to_file(shape, out)
+        for way in transport.split(",")
+    ]  # fmt: skip
+    shapes, kernels = list(dict.fromkeys(wanted)), []
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=err, transient=True) as progress:
+        task = progress.add_task("compiling", total=len(shapes))
+        for shape, path in zip(shapes, compile_all(shapes, out, jobs), strict=True):
             kernels.append({"name": shape.name, **inspect_file(path), "file": path.name})
-        if not as_json:
-            k = kernels[-1]
-            console.print(
-                f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {k['wgmma']} wgmma",
-                soft_wrap=True,
-            )
+            progress.advance(task)
+            if not as_json:
+                k = kernels[-1]
+                console.print(
+                    f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {k['wgmma']} wgmma",
+                    soft_wrap=True,
+                )
     if as_json:
         print(json.dumps({"folder": str(out or cache_folder()), "kernels": kernels}))
 
@@ -67,7 +88,7 @@ def check_compiler() -> None:
         ) from None
 
 
-def _configs(path: Path | None) -> list[Any]:
+def _configs(path: Path | None) -> list[MoEConfig]:
     if path is None:
         from moe_fast.bench import LAYERS
 
@@ -75,6 +96,23 @@ def _configs(path: Path | None) -> list[Any]:
     from moe_ref.commands import read_configs
 
     return read_configs(path)
+
+
+def _placement(name: str | None, ranks: int, config: MoEConfig, replicas: int) -> Placement | None:
+    """By name or from a file, for a layer's experts; None is experts in blocks."""
+    if name is None:
+        return None
+    if name in names.NAMES:
+        return names.by_name(name, ranks, config.experts, replicas, np.ones(config.experts, dtype=np.int64)).placement
+    if not Path(name).exists():
+        raise UsageError(f"--placement {name} is no file, and none of {', '.join(names.NAMES)}")
+    loaded = names.load(name)
+    if (loaded.num_ranks, loaded.num_experts) != (ranks, config.experts):
+        raise UsageError(
+            f"{name} places {loaded.num_experts} experts on {loaded.num_ranks} ranks, the layer has {config.experts} "
+            f"and --ranks {ranks}"
+        )
+    return loaded
 
 
 def _rank_counts(text: str) -> list[int]:

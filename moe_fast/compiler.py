@@ -11,6 +11,7 @@ where the key is a hash of the shape, the kernel's sources and the DSL's version
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -18,8 +19,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +84,14 @@ def object_path(shape: KernelShape, folder: Path | None = None) -> Path:
 
 
 def compile_shape(shape: KernelShape) -> Any:
-    """Compile now; returns the DSL's compiled function (needs no GPU)."""
+    """Compile now; returns the DSL's compiled function (needs no GPU).
+
+    Raises:
+        BackendUnavailable: the DSL isn't installed, or NVSHMEM's device code, for a kernel that calls it.
+    """
     cute = import_cutlass()
+    if shape.put:
+        device_library()  # in the middle of a compilation its absence would be an error of the compiler
     import cuda.bindings.driver as cuda
     from cutlass import Int32, Int64
 
@@ -111,6 +121,23 @@ def compile_to_file(shape: KernelShape, folder: Path | None = None) -> Path:
             file.write(data)
         os.replace(file.name, path)
     return path
+
+
+def compile_all(shapes: Sequence[KernelShape], folder: Path | None = None, jobs: int = 1) -> Iterator[Path]:
+    """Compile several variants with `jobs` processes; their files in the order of `shapes`, each once it is there.
+
+    Raises:
+        BackendUnavailable: see `compile_shape`; what isn't compiled by then is given up.
+    """
+    if jobs == 1 or len(shapes) < 2:
+        yield from (compile_to_file(shape, folder) for shape in shapes)
+        return
+    # fresh processes: a fork would share the DSL's state, and whatever CUDA has started
+    with ProcessPoolExecutor(min(jobs, len(shapes)), multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield from pool.map(compile_to_file, shapes, repeat(folder))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 @cache
@@ -192,23 +219,39 @@ def nvshmem_inside(cubin: bytes) -> tuple[int, ...] | None:
     return None
 
 
+def device_library() -> Path:
+    """NVSHMEM's device code for Hopper, which kernels that put with a signal are linked with.
+
+    Raises:
+        BackendUnavailable: it isn't installed.
+    """
+    try:
+        from nvshmem.core.init_fini import find_device_bitcode_library
+
+        return Path(find_device_bitcode_library(arch=90))
+    except Exception as error:  # nvshmem4py's loader raises types of its own
+        raise BackendUnavailable(
+            f'NVSHMEM\'s device code is not found ({error}), and kernels with transport="put_signal" are linked with '
+            "it: pip install nvidia-nvshmem-cu13, or compile them on a machine that has it and bring its kernel cache "
+            "along (MOE_REF_CACHE)"
+        ) from error
+
+
 def nvshmem_installed() -> tuple[int, ...]:
     """(major, minor, patch) of the NVSHMEM whose device code a kernel that is compiled now is linked with.
 
     Raises:
         BackendUnavailable: there is none, or its headers don't say.
     """
+    header = device_library().parents[1] / "include" / "non_abi" / "nvshmem_version.h"
     try:
-        from nvshmem.core.init_fini import find_device_bitcode_library
-
-        header = Path(find_device_bitcode_library(arch=90)).parents[1] / "include" / "non_abi" / "nvshmem_version.h"
         text = header.read_text()
-        parts = [re.search(rf"NVSHMEM_VENDOR_{part}_VERSION +(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
-        return tuple(int(part[1]) for part in parts if part)
-    except Exception as error:  # nvshmem4py's loader raises types of its own
-        raise BackendUnavailable(
-            f"NVSHMEM's device code is not found ({error}); pip install -e '.[fused]' (nvidia-nvshmem-cu13)"
-        ) from error
+    except OSError as error:
+        raise BackendUnavailable(f"{header} can't be read ({error}); install nvidia-nvshmem-cu13 anew") from error
+    parts = [re.search(rf"NVSHMEM_VENDOR_{part}_VERSION +(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    if not all(parts):
+        raise BackendUnavailable(f"{header} names no version of NVSHMEM; install nvidia-nvshmem-cu13 anew")
+    return tuple(int(part[1]) for part in parts if part)
 
 
 def nvshmem_of(shape: KernelShape) -> tuple[int, ...] | None:

@@ -63,8 +63,11 @@ def _device_code() -> Check:
         for path in kernels:
             inside = compiler.nvshmem_inside(compiler.cubin_of(path.read_bytes()))
             problem = problem or device_problem(host, inside, f"the device code in {path.name}")
-    except (ImportError, BackendUnavailable) as error:
-        return Check(name, "optional", str(error), "pip install -e '.[fused]'")
+    except ImportError as error:
+        return Check(name, "optional", f"nvshmem4py does not import ({error})", "pip install -e '.[fused]'")
+    except BackendUnavailable as error:
+        remedy = 'pip install nvidia-nvshmem-cu13; until then several ranks need mapped peers (transport "stores")'
+        return Check(name, "optional", str(error), remedy)
     except ValueError as error:
         return Check(name, "optional", f"{path.name}: {error}", "delete the file; it is compiled again")
     except Exception as error:  # its loader raises types of its own

@@ -13,6 +13,7 @@ from moe_ref import cli
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
 from moe_ref.placement import Placement
+from moe_ref.placement.names import save
 
 try:
     compiler.import_cutlass()
@@ -130,6 +131,22 @@ def test_a_kernel_carries_the_version_of_the_nvshmem_it_was_built_with(tmp_path,
     assert path.name in doctor._device_code().found
 
 
+def test_missing_device_code_is_named_with_the_remedy(tmp_path, monkeypatch):
+    """Before any compilation, and by the doctor."""
+    init_fini = pytest.importorskip("nvshmem.core.init_fini", reason="nvshmem4py (extra [fused]) is not installed")
+
+    def missing(**_):
+        raise RuntimeError("Tried: libnvshmem_device_sm_90.bc")
+
+    monkeypatch.setattr(init_fini, "find_device_bitcode_library", missing)
+    monkeypatch.setenv("MOE_REF_CACHE", str(tmp_path))
+    shape = KernelShape.from_config(VARIANTS["tiny"][0], 2, "tickets", transport="put_signal")
+    with pytest.raises(BackendUnavailable, match=r"libnvshmem_device_sm_90.*pip install nvidia-nvshmem-cu13.*CACHE"):
+        compiler.compile_to_file(shape)
+    assert not list(tmp_path.iterdir())
+    assert "libnvshmem_device_sm_90" in doctor._device_code().found
+
+
 def test_compile_command(tmp_path, capsys):
     """moe-ref compile --config FILE --json: one object on stdout, naming each kernel's resources."""
     from moe_ref.cli import main
@@ -144,6 +161,28 @@ def test_compile_command(tmp_path, capsys):
     (kernel,) = result["kernels"]
     assert {"name", "registers", "stack_bytes", "shared_bytes", "wgmma", "tma_loads", "tma_stores"} <= set(kernel)
     assert (tmp_path / kernel["file"]).stat().st_size > 50_000
+
+
+@pytest.mark.slow
+def test_compile_command_for_replicas_and_puts(tmp_path, capsys):
+    """Two processes; the files are those that a layer with such a placement looks for."""
+    pytest.importorskip("nvshmem", reason="nvshmem4py (extra [fused]) is not installed")
+    from moe_ref.cli import main
+
+    values = {"hidden": 128, "intermediate": 64, "experts": 4, "top_k": 1, "dtype": "float16"}
+    (tmp_path / "layer.json").write_text(json.dumps(values))
+    arguments = ["compile", "--config", str(tmp_path / "layer.json"), "--ranks", "2", "--out", str(tmp_path), "--json"]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--placement", "symmetric", "--transport", "stores,put_signal", "--jobs", "2"])
+    assert end.value.code in (0, None)
+    config, placement = MoEConfig(**values), Placement.from_replicas([[0, 1]] * 4, 2)
+    wanted = [
+        KernelShape.from_config(config, 2, "spare_warps", placement=placement, transport=way)
+        for way in ("stores", "put_signal")
+    ]
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert [tmp_path / k["file"] for k in kernels] == [compiler.object_path(shape, tmp_path) for shape in wanted]
+    assert all(k["wgmma"] > 0 and (tmp_path / k["file"]).exists() for k in kernels)
 
 
 @pytest.mark.slow
@@ -172,6 +211,11 @@ def test_arguments_are_kept_in_place(tmp_path, monkeypatch):
     [
         (["--ranks", "x"], "--ranks has 'x'"),
         (["--ranks", "1,0"], "--ranks has '0'"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--transport", "pigeons"], "transport='pigeons' is not one of"),
+        (["--placement", "nowhere.json"], "--placement nowhere.json is no file"),
+        (["--config", "small", "--ranks", "2", "--placement", "other"], "8 experts on 4 ranks, the layer has 4 and"),
+        (["--config", "small", "--ranks", "2", "--placement", "symmetric", "--replicas", "9"], "replicas"),
         (["--config", "/nowhere/c.json"], "no file /nowhere/c.json"),
         (["--config", "empty"], "holds an empty list"),
         (["--config", "numbers"], "holds a int"),
@@ -180,6 +224,8 @@ def test_arguments_are_kept_in_place(tmp_path, monkeypatch):
 def test_wrong_use_is_one_line(arguments, wrong, tmp_path, monkeypatch, capfd):
     """Before anything is compiled."""
     (tmp_path / "empty").write_text("[]")
+    (tmp_path / "small").write_text('{"hidden": 128, "intermediate": 64, "experts": 4, "top_k": 1, "dtype": "float16"}')
+    save(Placement.contiguous(8, 4), tmp_path / "other")
     (tmp_path / "numbers").write_text("[1, 2]")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:

@@ -1,16 +1,9 @@
 """Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [bench] [trace]
 [balance] [transports] [wire]."""
 
-import multiprocessing
 import os
 import sys
 import time
-
-
-def work(shape):
-    from moe_fast.compiler import compile_to_file
-
-    return compile_to_file(shape).name
 
 
 def main() -> None:
@@ -20,6 +13,7 @@ def main() -> None:
     import cases
 
     from moe_fast.bench import LAYERS
+    from moe_fast.compiler import compile_all
     from moe_fast.kernel.shapes import TRANSPORTS, KernelShape
 
     shapes, what = [], sys.argv[2:]
@@ -53,8 +47,7 @@ def main() -> None:
                 shapes.append(KernelShape.from_config(LAYERS[name], 2, "spare_warps", transport=transport))
     shapes = list(dict.fromkeys(shapes))
     start = time.time()
-    with multiprocessing.get_context("spawn").Pool(min(len(shapes), os.cpu_count() or 1)) as pool:
-        done = pool.map(work, shapes, chunksize=1)
+    done = list(compile_all(shapes, jobs=os.cpu_count() or 1))
     print(f"{len(done)} kernels in {time.time() - start:.0f} s")
 
 
