@@ -258,7 +258,10 @@ def blocks_command(
         raise UsageError("blocks of transformers run on one GPU: start this without torchrun")
     rows = [row for family in library_blocks.BLOCKS for row in library_blocks.compare(family, repetitions)]
     results = {"rows": rows}
-    description = "ms per forward, median, host included; the library's experts are its grouped_mm implementation."
+    description = (
+        "ms per forward, median, host included, alone and in a row; the library's experts are its grouped_mm "
+        "implementation."
+    )
     text = library_blocks.render(results)
     finish("Blocks of transformers and the fused layer, one GPU", description, results, out, text)
 

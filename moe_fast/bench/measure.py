@@ -87,11 +87,12 @@ def floor_of(config: MoEConfig, rows: int) -> Callable[[], Any]:
 
 
 def interleaved(
-    functions: dict[str, Callable[[], Any]], repetitions: int, hide_host: bool = True
+    functions: dict[str, Callable[[], Any]], repetitions: int, hide_host: bool = True, calls: int = 1
 ) -> dict[str, dict[str, float]]:
     """Time functions in turn; per name the median and the fastest of the slowest rank's times, ms.
 
     hide_host: let the host run ahead of the device, behind a sleep kernel; without, its launches count.
+    calls: so many calls in a row between two events, the time of one of them on average.
     """
     _, ranks = place()
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -112,10 +113,11 @@ def interleaved(
                 dist.all_reduce(together)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            function()
+            for _ in range(calls):
+                function()
             end.record()
             torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
+            times[name].append(start.elapsed_time(end) / calls)
     out = {}
     for name, values in times.items():
         pair = torch.tensor([statistics.median(values), min(values)], device="cuda")

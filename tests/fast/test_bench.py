@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_fast.backend import deadline_s
-from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, growth, prediction, variants, with_targets
+from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, growth, library_blocks, prediction, variants, with_targets
 from moe_ref import cli
 from moe_ref.errors import UsageError
 
@@ -161,6 +161,16 @@ def test_the_schedulers_table_names_all_of_them():
     head, row = text.splitlines()
     assert head.split() == ["layer", "GPUs", "S", *times]
     assert row.split() == ["qwen3", "2", "1024", "1.000", "1.250", "0.500"]
+
+
+def test_the_blocks_table_shows_one_call_and_calls_in_a_row():
+    def times(library: float, fused: float) -> dict:
+        return {"library": {"median": library}, "fused": {"median": fused}}
+
+    row = {"family": "mixtral", "tokens": 32, "ms": times(1.5, 0.75), "ms_in_a_row": times(1.25, 0.5)}
+    row |= {"library_over_fused": 2.0, "library_over_fused_in_a_row": 2.5}
+    line = library_blocks.render({"rows": [row]}).splitlines()[-1]
+    assert line.split() == ["mixtral", "32", "1.500", "0.750", "2.00", "1.250", "0.500", "2.50"]
 
 
 @pytest.mark.parametrize("command", [["run"], ["schedulers"]])
