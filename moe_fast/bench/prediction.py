@@ -19,6 +19,10 @@ from moe_ref.runtime.machine import machine
 from moe_ref.runtime.recorded import Record
 from moe_ref.runtime.workload import Workload
 
+ASKS_LATE = {"mailbox": 1, "scheduler_us": 0.0}
+"""The presets' machine runs the kernel that was recorded for them, in which a processor had its next task in its mailbox
+while it ran another. Today's asks for it 8 steps before its loads end, about 2 us: no task waits behind a running one,
+and the scheduler's answer is there when the task is needed."""
 FITTED = ("flops_16", "exposed", "remote_us")
 """Parameters of the machine that the first half fits."""
 
@@ -45,7 +49,7 @@ def records(paths: list[Path]) -> list[tuple[str, Record]]:
 def predict(paths: list[Path], preset: str = "h200-2") -> dict[str, Any]:
     """Fit on the cells of even position, predict the others."""
     cells = records(paths)
-    fit = calibrate(machine(preset), [r for _, r in cells[::2]])
+    fit = calibrate(machine(preset).replace(**ASKS_LATE), [r for _, r in cells[::2]])
     rows = []
     for layer, record in cells[1::2]:
         simulated = simulate_ms(record, fit.machine)
@@ -62,6 +66,7 @@ def predict(paths: list[Path], preset: str = "h200-2") -> dict[str, Any]:
     errors = [abs(row["error"]) for row in rows]
     return {
         "preset": preset,
+        "changed": ASKS_LATE,
         "fitted": {name: float(f"{getattr(fit.machine, name):.4g}") for name in FITTED},
         "fitted_cells": len(cells[::2]),
         "fit_median_error": round(statistics.median(abs(e) for e in fit.errors), 4),

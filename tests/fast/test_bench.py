@@ -150,9 +150,9 @@ def test_the_recorded_predictions():
     assert found["median_error"] == pytest.approx(errors[len(errors) // 2], abs=1e-4)
     assert found["worst_error"] == pytest.approx(errors[-1], abs=1e-4)
     assert found["median_error"] <= 0.15
-    # The aim is 0.30. The model lets every task of a wave have its share of the memory, also in the last wave, where
-    # few tasks have it all: Mixtral's layer at 128 tokens, bound by its weights, is 0.343.
-    assert found["worst_error"] <= 0.36
+    # The largest is Mixtral's layer at 128 tokens, bound by its weights: the model lets every task of a wave have its
+    # share of the memory, also in the last wave, where few tasks have it all.
+    assert found["worst_error"] <= 0.30
 
 
 def test_the_schedulers_table_names_all_of_them():
