@@ -15,12 +15,14 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from importlib.metadata import version
 from itertools import repeat
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_fast.kernel.shapes import LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape
-from moe_ref.errors import BackendUnavailable
+from moe_ref.errors import BackendUnavailable, UsageError
 
 ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
@@ -128,14 +130,22 @@ def compile_all(shapes: Sequence[KernelShape], folder: Path | None = None, jobs:
 
     Raises:
         BackendUnavailable: see `compile_shape`; what isn't compiled by then is given up.
+        UsageError: one of the processes was killed.
     """
     if jobs == 1 or len(shapes) < 2:
         yield from (compile_to_file(shape, folder) for shape in shapes)
         return
-    # fresh processes: a fork would share the DSL's state, and whatever CUDA has started
-    with ProcessPoolExecutor(min(jobs, len(shapes)), multiprocessing.get_context("spawn")) as pool:
+    # fresh processes: a fork would share the DSL's state, and whatever CUDA has started. Ctrl-C ends them at once and
+    # without a word; what is said then, this process says.
+    quiet = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    with ProcessPoolExecutor(min(jobs, len(shapes)), multiprocessing.get_context("spawn"), **quiet) as pool:
         try:
             yield from pool.map(compile_to_file, shapes, repeat(folder))
+        except BrokenProcessPool as error:
+            raise UsageError(
+                f"one of the {jobs} processes that compile was killed, most likely for want of memory; "
+                "lower --jobs and start again: what is compiled already is kept"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

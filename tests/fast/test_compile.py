@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +14,7 @@ from moe_fast import compiler, doctor
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref import cli
 from moe_ref.config import MoEConfig
-from moe_ref.errors import BackendUnavailable
+from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.placement import Placement
 from moe_ref.placement.names import save
 
@@ -183,6 +186,29 @@ def test_compile_command_for_replicas_and_puts(tmp_path, capsys):
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert [tmp_path / k["file"] for k in kernels] == [compiler.object_path(shape, tmp_path) for shape in wanted]
     assert all(k["wgmma"] > 0 and (tmp_path / k["file"]).exists() for k in kernels)
+
+
+@pytest.mark.slow
+def test_a_killed_compiler_is_one_error(tmp_path, monkeypatch):
+    """Not a wait for a result that never comes."""
+    shapes = [KernelShape.from_config(VARIANTS["tiny"][0], 1, name) for name in ("tickets", "os_block")]
+    killed = threading.Event()
+
+    def kill():
+        while not killed.is_set():
+            for child in multiprocessing.active_children():
+                child.kill()
+                killed.set()
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(UsageError, match="killed, most likely for want of memory"):
+            list(compiler.compile_all(shapes, tmp_path, jobs=2))
+    finally:
+        killed.set()
+        killer.join()
 
 
 @pytest.mark.slow
