@@ -51,6 +51,7 @@ def _root(
 def _new_app() -> typer.Typer:
     """The app without commands, a new one each time: in a shared one the commands of every call would pile up."""
     app = typer.Typer(
+        rich_markup_mode="markdown",
         name="moe-ref",
         help="A distributed Mixture-of-Experts layer: run it, compare backends, balance it, look inside.",
         pretty_exceptions_enable=False,

@@ -18,7 +18,11 @@ from moe_fast.bench.tables import render, with_targets
 from moe_ref.errors import UsageError
 from moe_ref.limits import regular_file_size
 
-app = typer.Typer(help="Time the fused kernel against the chain it replaces and the dense floor.", no_args_is_help=True)
+app = typer.Typer(
+    rich_markup_mode="markdown",
+    help="Time the fused kernel against the chain it replaces and the dense floor.",
+    no_args_is_help=True,
+)
 
 
 def _layers(text: str) -> list[str]:

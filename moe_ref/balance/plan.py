@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_ref.layout import ceil_div
 from moe_ref.replicas import Placement
 
 
@@ -78,7 +77,7 @@ class Plan:
             for expert, ranks in enumerate(self.placement.ranks_of_expert)
             if self.certificate.issuperset(ranks)
         )
-        return ceil_div(trapped, len(self.certificate))
+        return -(-trapped // len(self.certificate))  # rounded up
 
     @property
     def is_optimal(self) -> bool:

@@ -19,10 +19,12 @@ from moe_ref.limits import check_output_path, check_plot_path
 from moe_ref.text import BUILT_IN
 from moe_ref.train.balancing import MODES
 from moe_ref.train.compare import check_machine, compare, plot_comparison, print_comparison
-from moe_ref.train.job import TrainJob, check, train
+from moe_ref.train.job import train
 from moe_ref.train.launch import launch, naming_lost_ranks
 from moe_ref.train.loads import write_loads
+from moe_ref.train.settings import TrainJob
 from moe_ref.train.sharded import owned
+from moe_ref.train.start import check
 from moe_ref.train.summary import plot_run, summary
 from moe_ref.world import DistributedWorld, SimulatedWorld, world_for
 

@@ -36,9 +36,10 @@ from moe_ref.runtime.machine import Machine
 from moe_ref.runtime.machine import machine as machine_named
 from moe_ref.runtime.workload import Workload
 from moe_ref.train.balancing import make_planner
-from moe_ref.train.job import TrainJob, training_steps
+from moe_ref.train.job import training_steps
 from moe_ref.train.outcome import Outcome
 from moe_ref.train.progress import bar
+from moe_ref.train.settings import TrainJob
 from moe_ref.train.summary import summary
 from moe_ref.world import World
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ref.train.job import TrainJob
 from moe_ref.train.outcome import Outcome
+from moe_ref.train.settings import TrainJob
 
 RECORDED = Path(__file__).parent.parent / "assets" / "train_loads.npz"
 """Loads of the default job; made by `moe-ref train --record moe_ref/assets/train_loads.npz`."""

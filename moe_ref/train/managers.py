@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from moe_ref.placement.adaptive import PlacementManager
 from moe_ref.placement.moves import MoveCost
 from moe_ref.train.balancing import make_placement
 from moe_ref.train.optimizer import ReplicaOptimizer
+from moe_ref.train.outcome import Outcome
 from moe_ref.train.replacement import bytes_per_expert, replace
-
-if TYPE_CHECKING:
-    from moe_ref.train.job import TrainJob
-    from moe_ref.train.outcome import Outcome
+from moe_ref.train.settings import TrainJob
 
 FLOPS = 10e9
 """Nominal rate of a rank, and below of the link between two: all ranks must decide alike, so nothing is measured."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_ref.train.job import TrainJob
 from moe_ref.train.outcome import Outcome
+from moe_ref.train.settings import TrainJob
 from moe_ref.world import World
 
 
