@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import DeviceType
 
 from moe_fast import unfused
-from moe_fast.bench.layers import LAYERS, TOKENS
+from moe_fast.bench.layers import LAYERS, TOKENS, layer_config
 from moe_fast.bench.measure import SLEEP_CYCLES, Setup, floor_of, interleaved, place, set_up
+from moe_fast.engine import Engine
+from moe_fast.timeline import Timeline, read_timeline
 from moe_ref.errors import CheckFailed
 
 WARM_CALLS, TRACED_CALLS = 8, 9
@@ -30,25 +34,84 @@ def bench_cell(setup: Setup, tokens: int, repetitions: int, chains: bool) -> dic
     y = torch.empty_like(x)
 
     def fused() -> None:
-        engine.launch(x, weights.router_EH, weights.up_XUH, weights.down_XHD, out=y)
+        setup.forward(x, y)
 
     functions: dict[str, Callable[[], Any]] = {"fused": fused, "floor": floor_of(config, tokens * config.top_k)}
     with torch.no_grad():
         if chains:
             functions["eager"] = lambda: unfused.forward(x, weights, config, group, ranks)
-            functions["graph"] = unfused.Captured(x, weights, config, group, ranks)
+            # where the library has no grouped product of the dtype the chain asks the host, which no graph can
+            if unfused.library_takes(config.torch_dtype, "cuda"):
+                functions["graph"] = unfused.Captured(x, weights, config, group, ranks)
             fused()
             engine.check()
-            other = functions["graph"]()
+            other = functions["graph" if "graph" in functions else "eager"]()
             torch.cuda.synchronize()
             difference = float((y.double() - other.double()).norm() / other.double().norm())
             if not difference < 2e-2:
                 raise CheckFailed(
                     f"fused and unfused differ by {difference:.2e} at S={tokens}; not timing wrong results"
                 )
-        result = interleaved(functions, repetitions)
+        with tensor_cores(config.dtype):
+            result = interleaved(functions, repetitions)
     engine.check()
     return result
+
+
+@contextmanager
+def tensor_cores(dtype: str) -> Iterator[None]:
+    """For float32 the library's products on TF32 tensor cores, as the kernel's are; nothing changes for 16 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or dtype == "float32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def operations(call: Callable[[], Any]) -> int:
+    """GPU operations of a call, counted by the profiler."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profile.events() or ())
+
+
+def run_costs(setup: Setup, tokens: int) -> dict[str, Any]:
+    """GPU operations of one forward of every contestant, and bytes: this rank's buffers, and what the chain takes.
+
+    symmetric: the heap that peers write; workspace: what only this rank touches; experts: this rank's weights;
+    eager: the most that one forward of the eager chain allocates beside its inputs.
+    """
+    _, ranks = place()
+    config, engine, weights = setup.config, setup.engine, setup.weights
+    x = setup.x_SH[:tokens]
+    y = torch.empty_like(x)
+
+    def eager() -> None:
+        unfused.forward(x, weights, config, None, ranks)
+
+    calls: dict[str, Callable[[], Any]] = {"fused": lambda: setup.forward(x, y), "eager": eager}
+    with torch.no_grad():
+        if unfused.library_takes(config.torch_dtype, "cuda"):
+            calls["graph"] = unfused.Captured(x, weights, config, None, ranks)
+        counted = {name: operations(call) for name, call in calls.items()}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        eager()
+        torch.cuda.synchronize()
+    engine.check()
+    parts = (weights.up_XUH, weights.down_XHD)
+    found = {
+        "symmetric": engine.heap.size,
+        "workspace": engine.workspace.numel(),
+        "experts": sum(t.numel() * t.element_size() for t in parts),
+        "eager": torch.cuda.max_memory_allocated() - before,
+    }
+    return {"gpu_operations": counted, "bytes": found}
 
 
 def run_bench(
@@ -78,31 +141,35 @@ def run_bench(
     return rows
 
 
-def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dict[str, Any]:
-    """Utilisation and share of time of one call of a traced kernel; optionally the trace itself (rank 0's)."""
-    from moe_fast.timeline import read_timeline
-    from moe_ref.runtime.trace import write_trace
-
-    rank, ranks = place()
-    setup = set_up(LAYERS[layer], tokens, scheduler, trace=True)
-    w = setup.weights
+def median_timeline(engine: Engine, call: Callable[[], Any]) -> Timeline:
+    """This rank's timeline of a call of a traced engine: of TRACED_CALLS the one of median length. Collective."""
+    _, ranks = place()
     together = torch.zeros(1, device="cuda")
     lines = []
     # the first calls on fresh memory pay for address translation, a peer's more than the own
     for number in range(WARM_CALLS + TRACED_CALLS):
         torch.cuda.synchronize()
-        setup.engine.heap.barrier()
-        setup.engine.trace.zero_()
+        engine.heap.barrier()
+        engine.trace.zero_()
         # a host that was busy with the last timeline is slow to launch: longer than in `interleaved`
         torch.cuda._sleep(4 * SLEEP_CYCLES)
         if ranks > 1:
             dist.all_reduce(together)
-        setup.engine.launch(setup.x_SH, w.router_EH, w.up_XUH, w.down_XHD)
-        setup.engine.check()
+        call()
+        engine.check()
         if number >= WARM_CALLS:
-            lines.append(read_timeline(setup.engine))
+            lines.append(read_timeline(engine))
     # in some calls one rank starts late and the others' time is waiting for it: the call of median length
-    line = sorted(lines, key=lambda one: one.wall_us)[len(lines) // 2]
+    return sorted(lines, key=lambda one: one.wall_us)[len(lines) // 2]
+
+
+def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dict[str, Any]:
+    """Utilisation and share of time of one call of a traced kernel; optionally the trace itself (rank 0's)."""
+    from moe_ref.runtime.trace import write_trace
+
+    rank, ranks = place()
+    setup = set_up(layer_config(layer), tokens, scheduler, trace=True)
+    line = median_timeline(setup.engine, lambda: setup.forward(setup.x_SH))
     if path is not None and rank == 0:
         write_trace(path, line.intervals, True, layer=layer, tokens=tokens, gpus=ranks)
     setup.engine.heap.close()
@@ -137,9 +204,9 @@ def run_dtypes(layers: list[str], tokens: int, repetitions: int, scheduler: str)
         }
 
         def call(setup: Setup) -> Callable[[], Any]:
-            x, w = setup.x_SH, setup.weights
+            x = setup.x_SH
             y = torch.empty_like(x)
-            return lambda: setup.engine.launch(x, w.router_EH, w.up_XUH, w.down_XHD, out=y)
+            return lambda: setup.forward(x, y)
 
         with torch.no_grad():
             times = interleaved({dtype: call(setup) for dtype, setup in setups.items()}, repetitions)

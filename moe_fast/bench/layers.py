@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
 
 
 def _paper(experts: int) -> MoEConfig:
@@ -34,3 +37,16 @@ TARGETS: dict[tuple[str, int], dict[int, float]] = {
     ("mixtral", 2): {8192: 1.08, 4096: 1.1, 1024: 1.35},
 }
 """(layer, GPUs) -> S -> the time aimed at, in times the dense floor of the same run."""
+
+
+def layer_config(name: str) -> MoEConfig:
+    """A layer by name: one of LAYERS, or "paper-eN", the paper's layer with N experts.
+
+    Raises:
+        UsageError: there is no such layer.
+    """
+    if name in LAYERS:
+        return LAYERS[name]
+    if found := re.fullmatch(r"paper-e([1-9]\d{0,3})", name):
+        return _paper(int(found[1]))
+    raise UsageError(f"unknown layer {name!r}; known: {', '.join(LAYERS)}, paper-eN")

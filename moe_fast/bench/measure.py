@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_fast import unfused
-from moe_fast.engine import Engine
+from moe_fast.engine import Engine, router_parts
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
 from moe_ref.config import MoEConfig
@@ -29,12 +29,17 @@ SLEEP_CYCLES = 2_500_000
 
 @dataclass
 class Setup:
-    """One layer on this rank: engine, weights, tokens."""
+    """One layer on this rank: engine, weights, tokens, and the router as the kernel takes it."""
 
     config: MoEConfig
     engine: Engine
     weights: unfused.ChainWeights
     x_SH: Tensor
+    router: Tensor
+
+    def forward(self, x_SH: Tensor, out: Tensor | None = None) -> Tensor:
+        """Enqueue one call of the kernel, gate included."""
+        return self.engine.launch(x_SH, self.router, self.weights.up_XUH, self.weights.down_XHD, out=out)
 
 
 def place() -> tuple[int, int]:
@@ -67,7 +72,8 @@ def set_up(config: MoEConfig, max_tokens: int, scheduler: str, trace: bool = Fal
         down[i] = normal(config.hidden, config.intermediate, generator=own, scale=config.intermediate**-0.5)
     router = normal(config.experts, config.hidden, generator=same, scale=config.hidden**-0.5)
     x = normal(max_tokens, config.hidden, generator=own, scale=1.0)
-    return Setup(config, engine, unfused.ChainWeights(router, up, down), x)
+    parts = router_parts(router, dtype) if shape.router_parts > 1 else router
+    return Setup(config, engine, unfused.ChainWeights(router, up, down), x, parts)
 
 
 def floor_of(config: MoEConfig, rows: int) -> Callable[[], Any]:

@@ -31,11 +31,15 @@ from moe_ref.placement import Placement
 from moe_ref.placement.skew import zipf_popularity
 
 
+def popularity(experts: int, skew: float) -> np.ndarray:
+    """Share of every expert, float64 [E]: Zipf's, in a fixed random order of the experts."""
+    return zipf_popularity(experts, skew)[np.random.default_rng(0).permutation(experts)]
+
+
 def draw_routing(config: MoEConfig, tokens: int, skew: float, rank: int) -> tuple[Tensor, Tensor]:
     """(ids int64 [S, K], weights fp32 [S, K]) of a rank: K different experts a token, by Zipf popularity."""
     device = torch.device("cuda", torch.cuda.current_device())
-    order = np.random.default_rng(0).permutation(config.experts)
-    share_E = torch.from_numpy(zipf_popularity(config.experts, skew)[order]).to(device)
+    share_E = torch.from_numpy(popularity(config.experts, skew)).to(device)
     g = torch.Generator(device=device).manual_seed(1000 + rank)
     noise_SE = -torch.rand(tokens, config.experts, device=device, dtype=torch.float64, generator=g).log()
     # exponential races: the K first of them are a draw without replacement
@@ -79,10 +83,18 @@ class Contestant:
         self.router = torch.zeros(config.experts, config.hidden, device=device, dtype=dtype)
         self.more: dict[str, Any] = {"placement": placement} if self.shape.placed else {}
 
-    def call(self, x_SH: Tensor, ids_SK: Tensor, weight_SK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Enqueue one forward."""
+    def call(
+        self,
+        x_SH: Tensor,
+        ids_SK: Tensor,
+        weight_SK: Tensor,
+        out: Tensor | None = None,
+        quota_PED: Tensor | None = None,
+    ) -> Tensor:
+        """Enqueue one forward; quota_PED: a plan instead of the kernel's own."""
+        more = self.more if quota_PED is None else {**self.more, "quota_PED": quota_PED}
         return self.engine.launch(
-            x_SH, self.router, self.up, self.down, expert_SK=ids_SK, weight_SK=weight_SK, out=out, **self.more
+            x_SH, self.router, self.up, self.down, expert_SK=ids_SK, weight_SK=weight_SK, out=out, **more
         )
 
 
@@ -186,9 +198,9 @@ def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[
     for tokens in sizes:
 
         def timed(setup: Setup, tokens: int = tokens) -> Callable[[], Tensor]:
-            w, x = setup.weights, setup.x_SH[:tokens]
+            x = setup.x_SH[:tokens]
             y = torch.empty_like(x)
-            return lambda: setup.engine.launch(x, w.router_EH, w.up_XUH, w.down_XHD, out=y)
+            return lambda: setup.forward(x, y)
 
         functions = {name: timed(setup) for name, setup in setups.items()}
         results = {name: function().clone() for name, function in functions.items()}
@@ -227,8 +239,7 @@ def run_wire(layer: str, sizes: list[int], scheduler: str, repetitions: int) -> 
         out = torch.empty_like(inputs)
 
         def timed(one: Setup, x: Tensor = inputs, out: Tensor = out) -> Any:
-            weights = one.weights
-            return lambda: one.engine.launch(x, weights.router_EH, weights.up_XUH, weights.down_XHD, out=out)
+            return lambda: one.forward(x, out)
 
         results = {}
         for name, one in formats.items():

@@ -40,7 +40,7 @@ def test_axes_hold_every_value_that_the_kernel_has():
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_kernel_takes_every_shape(ranks):
     """No cell is refused, each is a kernel of its own, and what the axes say is in it; one rank puts nothing."""
     every = [cases.cases_of(number) for number in range(len(cases.SHAPES))]
@@ -54,7 +54,19 @@ def test_the_kernel_takes_every_shape(ranks):
         assert (shape.replicas > 1) == (ranks > 1 and "none" not in row)
     # six engines stay open, beside what NVSHMEM and the inputs take
     sizes = [shapes.heap_regions(shape, cases.cases_of(0)[0].max_tokens)[1] for shape in found]
-    assert sum(sorted(sizes)[-6:]) < 8 << 30
+    assert sum(sorted(sizes)[-6:]) < cases.heap_bytes(ranks) * 2 // 3
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_scenario_has_kernels_on_more_ranks(ranks):
+    """All of them can be compiled ahead of time; every expert has a rank and every rank an expert."""
+    assert len(cases.all_shapes(ranks)) > len(cases.SHAPES)
+    for case in (*cases.uneven(ranks), *cases.PLACED, *cases.LAYOUTS_ALONE, *cases.PUTS, *cases.WIRE):
+        placement = case.placement(ranks)
+        assert all(placement.ranks_of_expert)
+        assert all(placement.experts_of_rank), f"{case}: a rank of {ranks} holds nothing"
+    assert all(case.experts % ranks for case in cases.uneven(ranks))
+    assert cases.uneven(2) == cases.UNEVEN
 
 
 def test_every_size_meets_every_routing():

@@ -195,6 +195,13 @@ UNEVEN = [
     Case(512, 256, 3, 1, "silu", True, "bfloat16", (129, 0), scheduler="spare_warps"),
 ]
 """E is no multiple of two ranks, and smaller or larger than S."""
+
+
+def uneven(ranks: int) -> list[Case]:
+    """UNEVEN with at least one expert on every rank and one more on some."""
+    return [replace(case, experts=max(case.experts, ranks + 1) if ranks > 2 else case.experts) for case in UNEVEN]
+
+
 LARGE = Case(
     4096, 2048, 16, 8, "silu", True, "bfloat16", (131_072,), scheduler="spare_warps", max_tokens=131_072
 )  # fmt: skip
@@ -228,12 +235,17 @@ BLOCKS = dict.fromkeys(
 """Blocks of transformers: a case of tests/hf_models.py and what it changes."""
 
 
+def heap_bytes(ranks: int) -> int:
+    """NVSHMEM's heap for the scenarios: several engines of layers of very different sizes share it."""
+    return max(12, 3 * ranks) << 30
+
+
 def all_shapes(ranks: int, trace: bool = True) -> list:
     """Every kernel the GPU tests need, for compiling ahead of time."""
     from moe_fast.kernel.shapes import SCHEDULERS, KernelShape
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
-    cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *UNEVEN]
+    cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]
     cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE] + ([LARGE] if ranks == 1 else [])
     if ranks > 1:
         cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]

@@ -193,7 +193,7 @@ def placed() -> dict:
     engine.check()
     given = launcher(one, inputs, quota_PED=quota)()
     engine.check()
-    seen = engine.buffers(one.tokens[rank]).row_tiles
+    seen = engine.buffers(inputs.x[rank].shape[0]).row_tiles
     tiles = int((-(-plan.quota_by_slot().sum(axis=0)[rank] // 128)).sum())
     assert seen == tiles, f"{seen} row tiles under the plan that was handed in, it has {tiles}"
     assert torch.equal(given, solved), "the result depends on who computed a row"
@@ -292,7 +292,7 @@ def wire() -> dict:
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(names) == 1, f"{len(names)} GPU operations: {names[:5]}"
     engine.check()
-    seen = engine.buffers(one.tokens[rank])
+    seen = engine.buffers(inputs.x[rank].shape[0])
     sent = int(seen.sent_PG[rank].sum() - seen.sent_PG[rank, rank])
     low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
     routes = int(seen.counts_PE[rank].sum() - seen.counts_PE[rank, low:high].sum())
@@ -711,7 +711,7 @@ def refused() -> dict:
 def uneven() -> dict:
     """Numbers of experts that the ranks don't divide: the first E mod P ranks hold one more."""
     out = {}
-    for case in cases.UNEVEN:
+    for case in cases.uneven(rank_and_size()[1]):
         for number, routing in enumerate(harness.ROUTINGS):
             one = replace(case, routing=routing)
             out[str(one)] = float(f"{run_case(one, seed=number)['y']:.3g}")
@@ -773,8 +773,8 @@ def replicas() -> dict:
 
     world = DistributedWorld()
     usual = TrainJob(
-        steps=16, sequences=6, context=48, hidden=32, intermediate=16, experts=8, interval=4, always=True, every=8,
-        text="excerpt",
+        steps=16, sequences=6 if world.num_ranks <= 2 else 2 * world.num_ranks, context=48, hidden=32, intermediate=16,
+        experts=8, interval=4, always=True, every=8, text="excerpt",
     )  # fmt: skip
     box = [tempfile.mkdtemp() if world.rank == 0 else ""]
     dist.broadcast_object_list(box, 0)
@@ -975,8 +975,7 @@ def main(names: list[str]) -> int:
     lines = []
     torch.backends.cuda.matmul.allow_tf32 = False
     if "RANK" in os.environ:
-        # layers of very different sizes share it
-        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(12 << 30))
+        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(cases.heap_bytes(int(os.environ["WORLD_SIZE"]))))
         local = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))

@@ -1,7 +1,9 @@
-"""The megakernel on real GPUs: every scenario on one device, and under torchrun on two.
+"""The megakernel on real GPUs: every scenario on one device, and under torchrun on several.
 
-pytest -m gpu tests/gpu          one Hopper GPU
-pytest -m multigpu tests/gpu     two
+pytest -m gpu tests/gpu                               one Hopper GPU
+pytest -m multigpu tests/gpu                          two
+MOE_REF_TEST_RANKS=8 pytest -m multigpu tests/gpu     as many as it says; python tests/gpu/compile_all.py 8 tests
+                                                      compiles their kernels beforehand, without a GPU
 
 All scenarios of a number of GPUs run in one launch, outside the test process: a kernel that fails must not take the
 tests along. Those of one GPU run in two launches side by side where there are two. With MOE_REF_RESULTS=FOLDER the
@@ -34,9 +36,11 @@ EVERYWHERE = (
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", "timeout", "layouts")
 HALF = ("matrix", "special", "uneven", "repeat", "graph", "traced", "tf32", "solving")
 """About half of one GPU's time."""
-TWO_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
+SEVERAL_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
 SCRIPT = Path(__file__).parent / "scenarios.py"
-LIMIT_S = 600
+RANKS = int(os.environ.get("MOE_REF_TEST_RANKS", "2"))
+"""Of the scenarios on several GPUs."""
+LIMIT_S = 600 if RANKS <= 2 else 1200
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--sequences", "4", "--context", "16"]
 
 
@@ -51,7 +55,7 @@ def gpus() -> int:
 def launched(ranks: int) -> tuple[list[dict], int, str]:
     """What the scenarios printed, the exit code, and the end of stderr."""
     folder = os.environ.get("MOE_REF_RESULTS")
-    parts = [ONE_GPU if ranks == 1 else TWO_GPUS]
+    parts = [ONE_GPU if ranks == 1 else SEVERAL_GPUS]
     if ranks == 1 and gpus() > 1:
         parts = [HALF, tuple(name for name in ONE_GPU if name not in HALF)]
     outs = [Path(folder) / f"megakernel_tests_{ranks}gpu.{i}.json" if folder else None for i in range(len(parts))]
@@ -66,11 +70,9 @@ def launched(ranks: int) -> tuple[list[dict], int, str]:
 
 def launch(ranks: int, names: tuple[str, ...], out: Path | None, gpu: int | None) -> subprocess.CompletedProcess[str]:
     """Run scenarios in a process of their own, one for each rank, on the visible GPU number `gpu` or on all."""
-    start = (
-        [sys.executable]
-        if ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    )
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*start, str(SCRIPT), *names, *(["--out", str(out)] if out else [])]
     environment = {**os.environ, "TRACEBACK": "1"}
     if gpu is not None:
@@ -106,10 +108,10 @@ def test_one_gpu(scenario):
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(gpus() < 2, reason="needs two GPUs of compute capability 9.0")
-@pytest.mark.parametrize("scenario", TWO_GPUS)
-def test_two_gpus(scenario):
-    check(2, scenario)
+@pytest.mark.skipif(gpus() < RANKS, reason=f"needs {RANKS} GPUs of compute capability 9.0")
+@pytest.mark.parametrize("scenario", SEVERAL_GPUS)
+def test_several_gpus(scenario):
+    check(RANKS, scenario)
 
 
 @pytest.mark.multigpu
