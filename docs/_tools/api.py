@@ -21,6 +21,7 @@ GROUPS = (
     ("moe_fast: the GPU side", "moe_fast", "moe_fast", None),
     ("moe_fast: the megakernel", "kernel", "moe_fast.kernel", None),
     ("moe_fast: the benchmark", "bench", "moe_fast.bench", None),
+    ("moe_fast: scaling runs", "scaling", "moe_fast.bench.scaling", None),
     ("moe_fast: the ladder of kernels", "ladder", "moe_fast.ladder", None),
 )
 """(title, file name, package, modules or None for all modules of the package that no other group names)."""

@@ -15,7 +15,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs._tools import api, render, results, trouble
+from docs._tools import api, render, results, scaling, trouble
 
 DOCS = Path(__file__).resolve().parents[1]
 
@@ -69,6 +69,8 @@ class Pages:
             markdown = markdown.replace("{{ tutorials }}", self._list(uri))
         if "{{ trouble }}" in markdown:
             markdown = markdown.replace("{{ trouble }}", trouble.table())
+        if "{{ scaling }}" in markdown:
+            markdown = markdown.replace("{{ scaling }}", scaling.page())
         up = "../" * uri.count("/")
         markdown = _ON_DISK.sub(lambda match: f"]({up}{_made(match)}", markdown)
         markdown = _SKEW.sub(lambda match: _skew(match.group(1)), markdown)

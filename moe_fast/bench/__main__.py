@@ -1,6 +1,8 @@
-"""python -m moe_fast.bench"""
+"""python -m moe_fast.bench: `moe-ref bench`, with its one-line errors and its --debug."""
 
-from moe_fast.bench.commands import app
+import sys
+
+from moe_ref.cli import main
 
 if __name__ == "__main__":
-    app()
+    main(["bench", *sys.argv[1:]])

@@ -14,6 +14,7 @@ from moe_fast.bench.contestants import run_bench, run_dtypes, run_trace
 from moe_fast.bench.layers import LAYERS
 from moe_fast.bench.measure import place
 from moe_fast.bench.process import finish, join
+from moe_fast.bench.scaling.command import scaling_command
 from moe_fast.bench.tables import render, with_targets
 from moe_ref.errors import UsageError
 from moe_ref.limits import regular_file_size
@@ -282,3 +283,6 @@ def predict_command(
     results = prediction.predict(files)
     description = "Cells of the benchmark that the calibration has not seen; error is simulated / measured - 1."
     finish("The simulator on cells it has not seen", description, results, out, prediction.render(results))
+
+
+app.command("scaling")(scaling_command)

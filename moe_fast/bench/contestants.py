@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import DeviceType
+from torch._C._autograd import DeviceType
 
 from moe_fast import unfused
 from moe_fast.bench.layers import LAYERS, TOKENS, layer_config

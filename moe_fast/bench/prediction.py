@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from moe_fast.bench.layers import LAYERS
+from moe_fast.bench.layers import layer_config
 from moe_ref.runtime.calibrate import calibrate, simulate_ms
 from moe_ref.runtime.machine import machine
 from moe_ref.runtime.recorded import Record
@@ -27,33 +27,37 @@ FITTED = ("flops_16", "exposed", "remote_us")
 """Parameters of the machine that the first half fits."""
 
 
-def records(paths: list[Path]) -> list[tuple[str, Record]]:
-    """(layer, record) of every cell of benchmark results."""
+def records(rows: list[dict[str, Any]]) -> list[tuple[str, Record]]:
+    """(layer, record) of the rows of benchmark results."""
     out = []
-    for path in paths:
-        for row in json.loads(path.read_text())["rows"]:
-            c = LAYERS[row["layer"]]
-            work = Workload(
-                ranks=row["gpus"],
-                tokens=row["tokens"],
-                experts=c.experts,
-                top_k=c.top_k,
-                hidden=c.hidden,
-                intermediate=c.intermediate,
-                gated=c.gated,
-            )
-            out.append((row["layer"], Record("megakernel", work, row["ms"]["fused"]["median"])))
+    for row in rows:
+        c = layer_config(row["layer"])
+        work = Workload(
+            ranks=row["gpus"],
+            tokens=row["tokens"],
+            experts=c.experts,
+            top_k=c.top_k,
+            hidden=c.hidden,
+            intermediate=c.intermediate,
+            gated=c.gated,
+        )
+        out.append((row["layer"], Record("megakernel", work, row["ms"]["fused"]["median"])))
     return out
 
 
 def predict(paths: list[Path], preset: str = "h200-2") -> dict[str, Any]:
-    """Fit on the cells of even position, predict the others."""
-    cells = records(paths)
+    """Fit on the cells of even position in these files, predict the others."""
+    return predict_rows([row for path in paths for row in json.loads(path.read_text())["rows"]], preset)
+
+
+def predict_rows(rows: list[dict[str, Any]], preset: str) -> dict[str, Any]:
+    """The same of rows that are at hand."""
+    cells = records(rows)
     fit = calibrate(machine(preset).replace(**ASKS_LATE), [r for _, r in cells[::2]])
-    rows = []
+    predicted = []
     for layer, record in cells[1::2]:
         simulated = simulate_ms(record, fit.machine)
-        rows.append(
+        predicted.append(
             {
                 "layer": layer,
                 "gpus": record.work.ranks,
@@ -63,7 +67,7 @@ def predict(paths: list[Path], preset: str = "h200-2") -> dict[str, Any]:
                 "error": round(simulated / record.ms - 1, 4),
             }
         )
-    errors = [abs(row["error"]) for row in rows]
+    errors = [abs(row["error"]) for row in predicted]
     return {
         "preset": preset,
         "changed": ASKS_LATE,
@@ -72,7 +76,7 @@ def predict(paths: list[Path], preset: str = "h200-2") -> dict[str, Any]:
         "fit_median_error": round(statistics.median(abs(e) for e in fit.errors), 4),
         "median_error": round(statistics.median(errors), 4),
         "worst_error": max(errors),
-        "rows": rows,
+        "rows": predicted,
     }
 
 

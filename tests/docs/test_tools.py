@@ -7,8 +7,9 @@ import re
 
 import pytest
 from docs_support import ROOT, needs_docs
+from scaling_rows import a_run
 
-from docs._tools import api, render, results, trouble
+from docs._tools import api, render, results, scaling, trouble
 
 
 @pytest.fixture
@@ -68,6 +69,27 @@ def test_a_result_without_provenance_is_refused(recorded) -> None:
     (results.RESULTS / "one.json").write_text(json.dumps(recorded))
     with pytest.raises(results.ResultMissing, match="command"):
         results.load("one")
+
+
+def test_the_scaling_page_says_what_was_not_measured(recorded) -> None:
+    """Without a run the commands that make one, of the papers' figures only theirs; with all of them no such word."""
+    page = scaling.page()
+    assert "No run on 4 and 8 GPUs" in page
+    for gpus in (2, 4, 8):
+        assert f"--nproc-per-node {gpus} -m moe_fast.bench scaling --out docs/results/scaling_{gpus}gpu.json" in page
+    assert "| FlashMoE | million tokens a second | 17.7 | \N{EN DASH} |" in page
+    for gpus in (2, 8):
+        (results.RESULTS / f"scaling_{gpus}gpu.json").write_text(json.dumps(a_run(gpus)))
+    page = scaling.page()
+    assert "No run on 4 GPUs" in page
+    assert "nproc-per-node 8" not in page
+    assert "| FlashMoE | million tokens a second | 17.7 | 121.36 |" in page
+    assert "| 1.25 | yes |" in page
+    (results.RESULTS / "scaling_4gpu.json").write_text(json.dumps({**a_run(4, figures=("wire",)), "cells": 57}))
+    page = scaling.page()
+    assert "No run on" not in page
+    assert "The run on 4 GPUs lacks 50 of its 57 cells." in page
+    assert results.page("scaling_8gpu").startswith("# t\n")
 
 
 @pytest.mark.parametrize("name", results.names())
