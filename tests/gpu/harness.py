@@ -101,16 +101,12 @@ class Case:
             return Placement.contiguous(e, ranks)
         if self.replicas == "two":
             return Placement.from_replicas([[i % ranks, (i + 1) % ranks] for i in range(e)], ranks)
-        # a third on two ranks, a third on one rank, a third on all ranks from the last to the first; of many experts on
-        # three ranks, for the kernel's tables have room for so many replicas only
-        widest = ranks if e <= 128 else min(ranks, 3)
+        # a third on the first two ranks, a third on one rank, a third on all ranks from the last to the first; on more
+        # than two ranks on neighbours instead, and three of them, for which the kernel's tables have room at any E
         if ranks == 2:
             kinds = ([0, 1], [1], [1, 0])
             return Placement.from_replicas([kinds[i % 3] if i else [0] for i in range(e)], ranks)
-        sets = [
-            ([i % ranks, (i + 1) % ranks], [i % ranks], [(i - j) % ranks for j in range(1, widest + 1)])[i % 3]
-            for i in range(e)
-        ]
+        sets = [[(i + step) % ranks for step in ((0, 1), (0,), (0, -1, -2))[i % 3]] for i in range(e)]
         return Placement.from_replicas([sets[i] if i else [0] for i in range(e)], ranks)
 
     def shape(self, ranks: int, trace: bool = False) -> KernelShape:

@@ -3,7 +3,7 @@
 pytest -m gpu tests/gpu                               one Hopper GPU
 pytest -m multigpu tests/gpu                          two
 MOE_REF_TEST_RANKS=8 pytest -m multigpu tests/gpu     as many as it says; python tests/gpu/compile_all.py 8 tests
-                                                      compiles their kernels beforehand, without a GPU
+                                                      scaling compiles their kernels beforehand, without a GPU
 
 All scenarios of a number of GPUs run in one launch, outside the test process: a kernel that fails must not take the
 tests along. Those of one GPU run in two launches side by side where there are two. With MOE_REF_RESULTS=FOLDER the
@@ -25,6 +25,7 @@ import pytest
 import torch
 from train_jobs import killed_run
 
+from moe_fast.bench.scaling.cells import FIGURES
 from moe_ref.results import write_results
 from moe_ref.train import sharded
 
@@ -156,6 +157,24 @@ def test_a_killed_process_ends_the_training(tmp_path: Path) -> None:
     print(f"ended {end.seconds:.1f} s after the kill")
     assert sharded.read_meta(tmp_path)["step"] >= 1
     assert sharded.full_state_dict(tmp_path)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(gpus() < RANKS, reason=f"needs {RANKS} GPUs of compute capability 9.0")
+def test_a_scaling_run_is_complete_and_gone_on_with(tmp_path: Path) -> None:
+    """Every cell of a quick run is measured, balance gives the same bits in all forms; again, nothing is left to do."""
+    out = tmp_path / f"scaling_{RANKS}gpu.json"
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [*start, "-m", "moe_fast.bench", "scaling", "--quick", "--json", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = json.loads(done.stdout)
+    measured = sum(len(first[figure]) for figure in FIGURES)
+    assert (measured, first["left"], first["given_up"], first["gpus"]) == (first["cells"], [], [], RANKS)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert json.loads(again.stdout)["latency"] == first["latency"]
+    print(json.dumps(first["report"]["balance"]))
 
 
 @pytest.mark.gpu
