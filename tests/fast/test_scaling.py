@@ -314,8 +314,6 @@ def test_the_figure_is_drawn(tmp_path):
     drawing.plot([a_run(4, figures=("latency",))], tmp_path / "s.png")
     with pytest.raises(UsageError, match="nothing to plot"):
         drawing.plot([a_run(8, figures=("costs",))], tmp_path / "t.svg")
-    with pytest.raises(UsageError, match="--plot"):
-        drawing.plot(results, tmp_path / "s.nothing")
 
 
 # --- balance ---------------------------------------------------------------------------------------------------------
@@ -443,6 +441,8 @@ def test_the_simulators_error_on_unseen_cells_goes_into_the_file(tmp_path, capfd
         (["--budget", "nan"], "--budget is nan"),
         (["--repetitions", "-1"], "--repetitions is -1"),
         (["--scheduler", "fifo"], "--scheduler is 'fifo'"),
+        (["compile", "--ranks", "8", "--jobs", "0"], "--jobs is 0"),
+        (["--plot", "figure.nothing"], "figure.nothing"),
     ],
 )
 def test_wrong_use_is_one_line(arguments, wrong, capfd):

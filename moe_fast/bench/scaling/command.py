@@ -25,7 +25,9 @@ from moe_fast.bench.scaling.report import render
 from moe_fast.bench.scaling.runner import Store, read, run
 from moe_fast.kernel.shapes import SCHEDULERS
 from moe_ref.cli import exit_code
+from moe_ref.environment import rank_from_environment
 from moe_ref.errors import UsageError
+from moe_ref.limits import check_plot_path
 
 STEPS = ("measure", "cells", "compile", "predict", "show")
 REPETITIONS, QUICK_REPETITIONS = 15, 5
@@ -52,6 +54,7 @@ def scaling_command(
     repetitions: int | None = typer.Option(None, help="Timed calls of each contestant; 15, with --quick 5."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     ranks: int | None = typer.Option(None, help="Number of GPUs, for cells and compile; else torchrun says it."),
+    jobs: int = typer.Option(1, help="Kernels that compile makes at a time."),
     anew: bool = typer.Option(False, "--anew", help="Replace the file instead of going on with it."),
     retry: bool = typer.Option(False, "--retry", help="Try cells again that have ended two runs."),
 ) -> None:
@@ -63,15 +66,17 @@ def scaling_command(
         raise UsageError(f"--figures has {', '.join(unknown)}, expected some of {', '.join(FIGURES)}")
     if scheduler not in SCHEDULERS:
         raise UsageError(f"--scheduler is {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
-    for option, value in (("--budget", budget), ("--repetitions", repetitions), ("--ranks", ranks)):
+    for option, value in (("--budget", budget), ("--repetitions", repetitions), ("--ranks", ranks), ("--jobs", jobs)):
         if value is not None and not value > 0:
             raise UsageError(f"{option} is {value:g}, expected a positive number")
+    if figure is not None and rank_from_environment() == 0:
+        check_plot_path(figure)
     if step in ("cells", "compile"):
         planned = planning.plan(_ranks(ranks, step), quick, chosen)
         if step == "cells":
             _name_cells(planned, as_json)
         else:
-            _compile(planned, _ranks(ranks, step), scheduler, as_json)
+            _compile(planned, _ranks(ranks, step), scheduler, jobs, as_json)
         return
     if step == "measure":
         many = repetitions or (QUICK_REPETITIONS if quick else REPETITIONS)
@@ -103,16 +108,16 @@ def _name_cells(planned: planning.Planned, as_json: bool) -> None:
         print(f"left out: {one['cell']}: {one['why']}")
 
 
-def _compile(planned: planning.Planned, ranks: int, scheduler: str, as_json: bool) -> None:
+def _compile(planned: planning.Planned, ranks: int, scheduler: str, jobs: int, as_json: bool) -> None:
     """Compile what is not in the cache (MOE_REF_CACHE)."""
     from moe_fast.commands import check_compiler
-    from moe_fast.compiler import cache_folder, compile_to_file
+    from moe_fast.compiler import cache_folder, compile_all
 
     check_compiler()
     shapes, names = planning.shapes(planned, ranks, scheduler), []
-    for number, shape in enumerate(shapes, 1):
-        names.append(compile_to_file(shape).name)
-        print(f"[{number}/{len(shapes)}] {names[-1]}", file=sys.stderr, flush=True)
+    for path in compile_all(shapes, jobs=jobs):
+        names.append(path.name)
+        say(f"[{len(names)}/{len(shapes)}] {path.name}")
     print(json.dumps({"folder": str(cache_folder()), "kernels": names}) if as_json else f"{len(names)} kernels")
 
 

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from moe_fast.bench.scaling.figures import Result, Rows, balance, speed
 from moe_ref.errors import UsageError
 
@@ -16,18 +19,14 @@ def plot(results: list[Result], path: Path) -> None:
     """Write the figure; what is not measured yet is left empty.
 
     Raises:
-        UsageError: nothing to draw, or a kind of file that matplotlib doesn't write.
+        UsageError: nothing to draw.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in speed(results) if row["dtype"] == "bfloat16" and row["layer"].startswith("paper")]
     skews = balance(results)
     if not rows and not skews:
         raise UsageError("no latency and no balance cell is measured yet, so there is nothing to plot")
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7))
+    figure = Figure(figsize=(10, 7))
+    axes = figure.subplots(2, 2)
     if rows:
         most = max(row["gpus"] for row in rows)
         _latency(axes[0, 0], [r for r in rows if r["gpus"] == most and r["experts"] == 32], "tokens", most)
@@ -37,15 +36,10 @@ def plot(results: list[Result], path: Path) -> None:
     if skews:
         _balance(axes[1, 1], [row for row in skews if row["gpus"] == max(row["gpus"] for row in skews)])
     figure.tight_layout()
-    try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except ValueError as error:
-        raise UsageError(f"--plot {path}: {error}") from None
-    finally:
-        plt.close(figure)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _lines(axes: Any, at: list[Any], several: Iterable[tuple[str, list[float | None]]]) -> None:
+def _lines(axes: Axes, at: list[Any], several: Iterable[tuple[str, list[float | None]]]) -> None:
     for label, values in several:
         there = [(x, y) for x, y in zip(at, values, strict=True) if y is not None]
         if there:
@@ -55,7 +49,7 @@ def _lines(axes: Any, at: list[Any], several: Iterable[tuple[str, list[float | N
     axes.grid(alpha=0.3)
 
 
-def _latency(axes: Any, rows: Rows, against: str, gpus: int) -> None:
+def _latency(axes: Axes, rows: Rows, against: str, gpus: int) -> None:
     rows = sorted(rows, key=lambda row: row[against])
     at = [row[against] for row in rows]
     _lines(axes, at, ((name, [row["ms"].get(name) for row in rows]) for name in CONTESTANTS))
@@ -65,7 +59,7 @@ def _latency(axes: Any, rows: Rows, against: str, gpus: int) -> None:
     axes.minorticks_off()
 
 
-def _scaling(axes: Any, rows: Rows) -> None:
+def _scaling(axes: Axes, rows: Rows) -> None:
     """Million tokens a second against GPUs, and what two GPUs' rate would scale to."""
     at = sorted({row["gpus"] for row in rows})
     by = {(row["experts"], row["gpus"]): row["million_tokens_per_s"] for row in rows}
@@ -76,7 +70,7 @@ def _scaling(axes: Any, rows: Rows) -> None:
     axes.set_xticks(at)
 
 
-def _balance(axes: Any, rows: Rows) -> None:
+def _balance(axes: Axes, rows: Rows) -> None:
     rows = sorted(rows, key=lambda row: row["zipf"])
     names = list(rows[0]["over_balanced"])
     _lines(axes, [row["zipf"] for row in rows], ((n, [row["over_balanced"][n] for row in rows]) for n in names))
