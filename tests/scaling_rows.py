@@ -60,6 +60,7 @@ def a_run(gpus: int, path: Any = None, figures: tuple[str, ...] | None = None) -
     """The whole result of a run on so many GPUs."""
     planned = plan(gpus, **({} if figures is None else {"figures": figures}))
     head = {"title": "t", "description": "d", **CONDITIONS, "gpus": gpus, "repetitions": 15, "scheduler": "spare_warps"}
-    store = Store.open(path, {**head, "cells": len(planned.cells), "left_out": []})
+    store = Store.open(path, head)
+    store.expect(planned)
     run(planned.cells, lambda cell: measured(cell, gpus), store)
     return store.values

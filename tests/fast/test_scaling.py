@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from scaling_rows import CONDITIONS, a_run, measured
+from scaling_rows import CONDITIONS, a_run, measured, median
 
 from moe_fast.bench import balanced
 from moe_fast.bench.layers import LAYERS, layer_config
-from moe_fast.bench.scaling import Store, aims, cells, figures, plan, read, report, run, shapes, symmetric_bytes
+from moe_fast.bench.scaling import Cell, Store, aims, cells, figures, plan, read, report, run, shapes, symmetric_bytes
+from moe_fast.bench.scaling import measuring as measuring_module
 from moe_fast.bench.scaling import plot as drawing
 from moe_fast.bench.scaling.command import agreement
 from moe_fast.bench.variants import popularity
@@ -23,7 +24,7 @@ from moe_ref import cli
 from moe_ref.errors import UsageError
 from moe_ref.runtime.simulator import Interval
 
-HEAD = {**CONDITIONS, "gpus": 8, "repetitions": 15, "scheduler": "spare_warps", "cells": 3, "left_out": []}
+HEAD = {**CONDITIONS, "gpus": 8, "repetitions": 15, "scheduler": "spare_warps", "cells": 3}
 THREE = plan(8).cells[:3]
 
 
@@ -233,6 +234,51 @@ def _two_ranks(rank: int, path: str) -> tuple[list[str], int]:
 def test_ranks_measure_what_rank_0_says():
     found = run_ranks(_two_ranks, 2, "")
     assert found == [([THREE[0].key, THREE[2].key], 2)] * 2
+
+
+def test_runs_of_several_figures_add_up(tmp_path):
+    """A file knows how many cells it is to have, whichever were asked for first."""
+    path = tmp_path / "r.json"
+    every = 0
+    for chosen in (("wire",), ("balance",), ("wire",)):
+        values, planned = a_run(8, path, chosen), plan(8, figures=chosen)
+        every = max(every, len(values.get("wire", [])) + len(values.get("balance", [])))
+        assert values["cells"] == every
+        assert figures.missing(values) == 0
+        assert len(values[chosen[0]]) == len(planned.cells)
+    part = Store.open(path, {**HEAD})
+    part.expect(plan(8))
+    assert figures.missing(part.values) == len(plan(8).cells) - every
+
+
+def test_a_layer_is_set_up_once_for_neighbouring_cells(monkeypatch):
+    """And closed before a cell that has buffers of its own."""
+    log: list[str] = []
+
+    class Setup:
+        def __init__(self, name: str) -> None:
+            self.engine = self.heap = self
+            self.name = name
+
+        def close(self) -> None:
+            log.append(f"close {self.name}")
+
+    def set_up(config, most, scheduler):
+        log.append(f"set up {config.experts} {most}")
+        return Setup(f"{config.experts} {most}")
+
+    monkeypatch.setattr(measuring_module, "set_up", set_up)
+    monkeypatch.setattr(measuring_module, "bench_cell", lambda setup, s, repetitions, chains: {"fused": median(s)})
+    monkeypatch.setattr(measuring_module, "run_costs", lambda setup, s: {"bytes": {}})
+    monkeypatch.setattr(measuring_module, "run_trace", lambda layer, s, scheduler, path: {"utilisation": 0.5})
+    measure = measuring_module.Measuring("spare_warps", 3)
+    chosen = [Cell("latency", "paper-e8", 64, most=128), Cell("latency", "paper-e8", 128, most=128),
+              Cell("costs", "paper-e16", 64, most=64), Cell("timeline", "paper-e8", 64, most=64)]  # fmt: skip
+    rows = [measure(cell) for cell in chosen]
+    measure.close()
+    assert log == ["set up 8 128", "close 8 128", "set up 16 64", "close 16 64"]
+    assert [row.get("tokens") for row in rows] == [64, 128, 64, None]
+    assert rows[0]["ms"] == {"fused": median(64)}
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -700,7 +700,7 @@ def refused() -> dict:
             raise AssertionError(f"nothing was refused, expected something about {wanted}")
     if dist.is_initialized():
         try:
-            make_layer("fused", top_k=2 + rank)
+            make_layer("fused", top_k=2 + rank % 2)
         except UsageError as error:
             messages.append(str(error))
         else:
@@ -772,9 +772,10 @@ def replicas() -> dict:
     from moe_ref.world import DistributedWorld, SimulatedWorld
 
     world = DistributedWorld()
+    # every rank has a sequence in every micro-batch, and two experts, so that one of them can move
     usual = TrainJob(
         steps=16, sequences=6 if world.num_ranks <= 2 else 2 * world.num_ranks, context=48, hidden=32, intermediate=16,
-        experts=8, interval=4, always=True, every=8, text="excerpt",
+        experts=max(8, 2 * world.num_ranks), interval=4, always=True, every=8, text="excerpt",
     )  # fmt: skip
     box = [tempfile.mkdtemp() if world.rank == 0 else ""]
     dist.broadcast_object_list(box, 0)

@@ -139,7 +139,8 @@ def _measure(
     store = None
     if rank == 0:
         path = out or Path(f"scaling_{ranks}gpu.json")
-        store = Store.open(path, header(planned, ranks, repetitions, scheduler), anew)
+        store = Store.open(path, header(ranks, repetitions, scheduler), anew)
+        store.expect(planned)
         if retry:
             store.put(interrupted={})
         say(f"{len(planned.cells)} cells, {len(store.done)} there, into {path}")
@@ -159,16 +160,14 @@ def _measure(
     return store, {"left": list(outcome.left), "given_up": list(outcome.given_up)}
 
 
-def header(planned: planning.Planned, ranks: int, repetitions: int, scheduler: str) -> dict[str, Any]:
+def header(ranks: int, repetitions: int, scheduler: str) -> dict[str, Any]:
     """What a new file begins with."""
     title = f"Scaling run on {ranks} GPU{'s' * (ranks > 1)}"
     description = (
         "The papers' figures: latency, wire formats, utilisation, GPU operations and bytes, balance, training. ms per "
         "call, median of the slowest rank, all contestants of a cell interleaved in one run; tokens of each GPU."
     )
-    settings = {"gpus": ranks, "repetitions": repetitions, "scheduler": scheduler, "cells": len(planned.cells)}
-    left_out = [{"cell": key, "why": why} for key, why in planned.left_out]
-    return with_provenance(title, description, {**settings, "left_out": left_out})
+    return with_provenance(title, description, {"gpus": ranks, "repetitions": repetitions, "scheduler": scheduler})
 
 
 def agreement() -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_fast.bench.scaling.cells import FIGURES, Cell
+from moe_fast.bench.scaling.cells import FIGURES, Cell, Planned
 from moe_ref.errors import UsageError
 from moe_ref.limits import regular_file_size
 from moe_ref.results import PROVENANCE_KEYS, write_results
@@ -68,7 +68,7 @@ class Store:
         """Begin a file, or go on with the one that is there.
 
         Args:
-            header: title, description, provenance and settings of this run.
+            header: title, description, provenance and settings of this run, "cells" and "left_out" apart.
             anew: leave aside what is there.
 
         Raises:
@@ -85,8 +85,12 @@ class Store:
                 f"{path} was written under other conditions ({'; '.join(different)}): give another --out, or --anew to "
                 "replace it"
             )
-        # what is known of the present plan goes before what an earlier one knew
-        return cls(path, {**values, **{key: header[key] for key in ("cells", "left_out") if key in header}})
+        return cls(path, values)
+
+    def expect(self, planned: Planned) -> None:
+        """Say what the whole of it is: the cells of this plan, and those that an earlier plan put there."""
+        self.values["cells"] = len({cell.key for cell in planned.cells} | self.done)
+        self.values["left_out"] = [{"cell": key, "why": why} for key, why in planned.left_out]
 
     @property
     def done(self) -> set[str]:
