@@ -125,7 +125,7 @@ def _rank_counts(text: str) -> list[int]:
 
 
 def bench(context: typer.Context) -> None:
-    """Time the fused kernel against the unfused chain and the dense floor: run, trace, table (each has --help)."""
+    """Time the fused kernel against the unfused chain and the dense floor: run, scaling, table, ... (see --help)."""
     from moe_fast.bench import app
 
     app(context.args or ["--help"], prog_name="moe-ref bench", standalone_mode=False)

@@ -442,6 +442,22 @@ def test_cells_are_named_without_a_gpu(capfd):
     assert "latency" not in out
 
 
+def test_the_kernels_of_a_run_are_compiled_ahead(tmp_path, monkeypatch, capfd):
+    """Exactly those of its cells, by as many processes as were asked for."""
+    asked = {}
+
+    def compile_all(every, folder=None, jobs=1):
+        asked.update(shapes=list(every), jobs=jobs)
+        yield from (tmp_path / f"{number}.o" for number in range(len(asked["shapes"])))
+
+    monkeypatch.setattr("moe_fast.compiler.compile_all", compile_all)
+    monkeypatch.setattr("moe_fast.commands.check_compiler", lambda: None)
+    code, out, err = command(["compile", "--ranks", "4", "--jobs", "2", "--json"], capfd)
+    assert code == 0, err
+    assert asked == {"shapes": shapes(plan(4), 4), "jobs": 2}
+    assert len(json.loads(out)["kernels"]) == len(asked["shapes"])
+
+
 def test_results_are_shown_together(tmp_path, capfd):
     """One JSON object with what was measured and the report; results of other numbers of GPUs beside are found."""
     a_run(2, tmp_path / "scaling_2gpu.json")
@@ -483,6 +499,7 @@ def test_the_simulators_error_on_unseen_cells_goes_into_the_file(tmp_path, capfd
         (["show", "--out", "/nowhere/s.json"], "no file /nowhere/s.json"),
         (["cells", "--ranks", "0"], "--ranks is 0"),
         (["--figures", "latency,speed"], "--figures has speed"),
+        (["--figures", ","], "--figures names none"),
         (["--budget", "0"], "--budget is 0"),
         (["--budget", "nan"], "--budget is nan"),
         (["--repetitions", "-1"], "--repetitions is -1"),

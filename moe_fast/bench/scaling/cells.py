@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The cell in words, without spaces inside a word; what a result file knows it by."""
+        """What a result file knows the cell by."""
         if self.figure == "balance":
             return f"balance {self.layer} S={self.tokens} zipf={self.skew:g}"
         if self.figure == "training":

@@ -41,7 +41,8 @@ def scaling_command(
         "but measure need no GPU.",
     ),
     out: Path | None = typer.Option(
-        None, help="The result file, written after every cell; one that is there is gone on with. scaling_Pgpu.json."
+        None,
+        help="The result file, written after every cell; one that is there is gone on with. By default scaling_Pgpu.json.",
     ),
     beside: list[Path] = typer.Option(
         [], help="Results of other numbers of GPUs for the report, several times; by default those beside the file."
@@ -64,6 +65,8 @@ def scaling_command(
     chosen = [name for name in figures.split(",") if name]
     if unknown := sorted(set(chosen) - set(FIGURES)):
         raise UsageError(f"--figures has {', '.join(unknown)}, expected some of {', '.join(FIGURES)}")
+    if not chosen:
+        raise UsageError(f"--figures names none, expected some of {', '.join(FIGURES)}")
     if scheduler not in SCHEDULERS:
         raise UsageError(f"--scheduler is {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
     for option, value in (("--budget", budget), ("--repetitions", repetitions), ("--ranks", ranks), ("--jobs", jobs)):
