@@ -42,7 +42,7 @@ def scaling_command(
     ),
     out: Path | None = typer.Option(
         None,
-        help="The result file, written after every cell; one that is there is gone on with. By default scaling_Pgpu.json.",
+        help="Result file, written after every cell; one that is there is gone on with. By default scaling_Pgpu.json.",
     ),
     beside: list[Path] = typer.Option(
         [], help="Results of other numbers of GPUs for the report, several times; by default those beside the file."
