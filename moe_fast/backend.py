@@ -276,11 +276,34 @@ def plan_first(layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | 
     return ids, weight, plan
 
 
+def check_weights(weights: unfused.ChainWeights, dtype: torch.dtype, device: torch.device) -> None:
+    """The kernel is handed addresses and believes what it was compiled for; a layer can be changed tensor by tensor.
+
+    Raises:
+        UsageError: a parameter of another dtype than the layer's (the router may be fp32, the selection bias anything),
+            on another device, or not contiguous; the message names it.
+    """
+    for name, value in vars(weights).items():
+        if value is None or name == "selection_bias_E":
+            continue
+        found, legal = value.dtype, (dtype, torch.float32) if name == "router_EH" else (dtype,)
+        if found not in legal:
+            problem, remedy = f"is {found} in a layer of {dtype}", f".to({dtype})"
+        elif value.device != device:
+            problem, remedy = f"is on {value.device}, but x is on {device}", f".to({str(device)!r})"
+        elif not value.is_contiguous():
+            problem, remedy = "is not contiguous", ".contiguous()"
+        else:
+            continue
+        raise UsageError(f"parameter {name} {problem}; the kernel takes it as it lies in memory: {remedy}")
+
+
 def _launch(
     engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None, plan: Plan | None
 ) -> Tensor:
     bias = layer.router.selection_bias
     weights = unfused.layer_weights(layer)
+    check_weights(weights, layer.config.torch_dtype, x.device)
     quota = None
     if plan is not None:
         quota = torch.from_numpy(plan.quota_PED.astype(np.int32)).to(x.device)

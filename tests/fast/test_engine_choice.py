@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from moe_fast import backend
+from moe_fast import backend, unfused
 from moe_ref import MoEConfig, MoELayer
+from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
 
 
@@ -43,3 +46,33 @@ def test_whatever_decides_the_engine_is_looked_at_again(made, monkeypatch):
     engines.append(backend.engine_for(layer))
     assert len({id(engine) for engine in engines}) == len(engines) == len(made)
     assert made[3:] == [("spare_warps", "put_signal"), ("tickets", "auto"), ("tickets", "auto")]
+
+
+ODD = {
+    "router": (lambda layer: layer.router.half(), "router_EH is torch.float16 in a layer of torch.bfloat16"),
+    "router's bias": (lambda layer: layer.router.float(), "router_bias_E is torch.float32"),
+    "down": (lambda layer: setattr(layer, "down_proj", nn.Parameter(layer.down_proj.float())), "down_XHD is"),
+    "strides": (
+        lambda layer: setattr(layer, "down_proj", nn.Parameter(layer.down_proj.transpose(1, 2).contiguous().mT)),
+        "down_XHD is not contiguous",
+    ),
+    "device": (lambda layer: layer.shared_expert.to("meta"), "shared_up_VH is on meta, but x is on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_weights_that_the_kernel_would_misread_are_refused(name: str) -> None:
+    """A parameter that was changed alone, after the layer was made."""
+    config = MoEConfig(32, 16, 4, 2, dtype="bfloat16", router_bias=True, selection_bias=True, shared_intermediate=16)
+    layer = MoELayer(config)
+    backend.check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+    change, message = ODD[name]
+    change(layer)
+    with pytest.raises(UsageError, match=f"parameter {message}.*kernel takes it as it lies"):
+        backend.check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_router_in_fp32_is_no_odd_weight() -> None:
+    layer = MoELayer(MoEConfig(32, 16, 4, 2, dtype="bfloat16"))
+    layer.router.float()
+    backend.check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
