@@ -8,9 +8,9 @@ import pytest
 
 from moe_ref.console import err
 from moe_ref.errors import CheckFailed, UsageError
-from moe_ref.train import commands, job, progress, worker
+from moe_ref.train import commands, progress, start, worker
 from moe_ref.train.commands import Task
-from moe_ref.train.job import TrainJob
+from moe_ref.train.settings import TrainJob
 
 TASK = json.dumps(Task(TrainJob()).to_dict())
 
@@ -61,8 +61,8 @@ def test_progress_without_a_terminal_is_a_few_lines(monkeypatch, capsys) -> None
 def test_of_a_long_file_the_beginning_is_read(monkeypatch, tmp_path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"abcd" * 500)
-    monkeypatch.setattr(job, "MAX_TEXT_BYTES", 1000)
-    corpus, _ = job.check(TrainJob(text=str(path), context=16), ranks=2)
+    monkeypatch.setattr(start, "MAX_TEXT_BYTES", 1000)
+    corpus, _ = start.check(TrainJob(text=str(path), context=16), ranks=2)
     assert len(corpus.train) + len(corpus.held_out) == 1000
 
 
