@@ -23,7 +23,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Time the fused kernel against the chain it replaces and the dense floor.",
     no_args_is_help=True,
+    add_completion=False,  # that of moe-ref, whose command this is
 )
+RECORDED = Path(__file__).parents[2] / "docs" / "results"
+"""The committed results, in a checkout; an installed wheel has none."""
 
 
 def _layers(text: str) -> list[str]:
@@ -188,7 +191,9 @@ def schedulers_command(
 
 @app.command("table")
 def table_command(
-    path: Path = typer.Argument(Path("docs/results/megakernel_bench_2gpu.json"), help="Result file."),
+    path: Path = typer.Argument(
+        RECORDED / "megakernel_bench_2gpu.json", show_default="the committed one", help="Result file."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
 ) -> None:
     """Show a result file."""
@@ -241,7 +246,9 @@ def growth_command(
 
 @app.command("plot")
 def plot_command(
-    path: Path = typer.Argument(Path("docs/results/megakernel_growth_1gpu.json"), help="Result of `growth`."),
+    path: Path = typer.Argument(
+        RECORDED / "megakernel_growth_1gpu.json", show_default="the committed one", help="Result of `growth`."
+    ),
     out: Path = typer.Option(Path("growth.svg"), help="Write the figure here."),
 ) -> None:
     """Plot a result of `growth`; needs matplotlib."""
@@ -279,7 +286,7 @@ def predict_command(
     """Calibrate the simulator on half of the cells of benchmark results and predict the others; needs no GPU."""
     from moe_fast.bench import prediction
 
-    files = paths or [Path(f"docs/results/megakernel_bench_{gpus}gpu.json") for gpus in (1, 2)]
+    files = paths or [RECORDED / f"megakernel_bench_{gpus}gpu.json" for gpus in (1, 2)]
     results = prediction.predict(files)
     description = "Cells of the benchmark that the calibration has not seen; error is simulated / measured - 1."
     finish("The simulator on cells it has not seen", description, results, out, prediction.render(results))
