@@ -387,7 +387,7 @@ class _FusedFunction(torch.autograd.Function):
         layer, config = ctx.layer, ctx.layer.config
         _, ranks, group = unfused.group_of(layer)
         # the selection bias is a buffer that chooses and never weighs: it has no gradient
-        needed = [t if t is None else t.detach().requires_grad_(True) for t in saved]
+        needed: list[Any] = [t if t is None else t.detach().requires_grad_(True) for t in saved]
         x, weight, *parameters = needed
         with torch.enable_grad():
             weights = unfused.ChainWeights(*parameters)

@@ -100,7 +100,7 @@ def compile_shape(shape: KernelShape) -> Any:
     from moe_fast.kernel.megakernel import MegaKernel
     from moe_fast.kernel.signals import Args, Operands
 
-    fakes = [Int64(1 << 20) if "Int64" in str(kind) else Int32(1) for kind in Args.__annotations__.values()]
+    fakes: list[Any] = [Int64(1 << 20) if "Int64" in str(kind) else Int32(1) for kind in Args.__annotations__.values()]
     address = Int64(1 << 20)
     return cute.compile(
         MegaKernel(shape),

@@ -95,14 +95,16 @@ class Call:
         kinds = {name: Int64 if "Int64" in str(kind) else Int32 for name, kind in Args.__annotations__.items()}
         operands = dict.fromkeys(Operands._fields, Int64)
         more = {"slots": Int32, "grid": Int32}
-        given = [{name: kind(fixed.get(name, 0)) for name, kind in part.items()} for part in (kinds, operands, more)]
+        given: list[dict[str, Any]] = [
+            {name: kind(fixed.get(name, 0)) for name, kind in part.items()} for part in (kinds, operands, more)
+        ]
         arguments = (Args(**given[0]), Operands(**given[1]), *given[2].values(), cuda.CUstream(0))
         packed, adapted = function.execution_args.generate_execution_args(arguments, {})
         self._run, self._packed, self._keep = function.run_compiled_program, packed, (arguments, adapted)
         names = {**kinds, **operands, **more, "stream": Int64}
         self._at = {}
         for (name, kind), place in zip(names.items(), packed, strict=True):
-            address = place.value if isinstance(place, ctypes.c_void_p) else place
+            address: Any = place.value if isinstance(place, ctypes.c_void_p) else place
             self._at[name] = (ctypes.c_int64 if kind is Int64 else ctypes.c_int32).from_address(address)
             if name in fixed and self._at[name].value != fixed[name]:
                 raise RuntimeError(f"argument {name} of the kernel isn't where the DSL said it is")

@@ -39,7 +39,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 
 def _library(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
-    function = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    library: Any = torch  # older versions have the function under a private name only
+    function = getattr(F, "grouped_mm", None) or library._grouped_mm
     return function(rows_NH, weight_XHD, offs=ends_X)
 
 

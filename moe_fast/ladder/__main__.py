@@ -135,7 +135,7 @@ def run_ladder(config: MoEConfig, tokens: int, repetitions: int, scheduler: str)
     p = layer.problem
     hidden, out = p.expected()
     functions: dict[str, Callable[[], Any]] = {}
-    errors: dict[str, float | None] = {}
+    errors: dict[str, float] = {}
     for name in LEVELS:
         functions[name] = caller(name, p)
         errors[name] = check_level(name, functions[name], p, hidden, out)
