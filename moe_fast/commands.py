@@ -32,7 +32,7 @@ def compile_kernels(
     placement: str | None = typer.Option(
         None, help=f"For expert replicas: {', '.join(names.NAMES)}, or a file that `moe-ref place --save` wrote."
     ),
-    replicas: int = typer.Option(2, help="Replicas of every expert in a placement that is named."),
+    replicas: int | None = typer.Option(None, help="Replicas of every expert in a placement that is named; else 2."),
     fp32_router: bool = typer.Option(False, help="For routers kept in fp32, as DeepSeek's."),
     jobs: int = typer.Option(1, help="Kernels that are compiled at a time, each by a process of its own."),
     out: Path | None = typer.Option(None, help="Folder; default: the cache that the fused backend loads from."),
@@ -45,16 +45,23 @@ def compile_kernels(
     """
     check_compiler()
     from moe_fast.compiler import cache_folder, compile_all, inspect_file
-    from moe_fast.kernel.shapes import KernelShape
+    from moe_fast.kernel.shapes import SCHEDULERS, TRANSPORTS, KernelShape
     from moe_ref.console import err
     from moe_ref.console import out as console
 
     if jobs < 1:
         raise UsageError(f"--jobs is {jobs}, expected at least 1")
+    if replicas is not None and placement not in names.NAMES:
+        raise UsageError(f"--replicas {replicas} says how a placement by name is made; add --placement symmetric, say")
+    if out is not None and out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file, expected a folder")
+    for option, text, known in (("--scheduler", scheduler, SCHEDULERS), ("--transport", transport, TRANSPORTS)):
+        if unknown := [word for word in text.split(",") if word not in known]:
+            raise UsageError(f"{option} has {unknown[0]!r}, expected some of {', '.join(known)}")
     counts = _rank_counts(ranks)
     wanted = [
         KernelShape.from_config(
-            one, count, name, fp32_router=fp32_router, placement=_placement(placement, count, one, replicas),
+            one, count, name, fp32_router=fp32_router, placement=_placement(placement, count, one, replicas or 2),
             transport=way,
         )
         for one in _configs(config)
@@ -104,8 +111,8 @@ def _placement(name: str | None, ranks: int, config: MoEConfig, replicas: int) -
         return None
     if name in names.NAMES:
         return names.by_name(name, ranks, config.experts, replicas, np.ones(config.experts, dtype=np.int64)).placement
-    if not Path(name).exists():
-        raise UsageError(f"--placement {name} is no file, and none of {', '.join(names.NAMES)}")
+    if not Path(name).is_file():
+        raise UsageError(f"--placement {name!r} is no file, and none of {', '.join(names.NAMES)}")
     loaded = names.load(name)
     if (loaded.num_ranks, loaded.num_experts) != (ranks, config.experts):
         raise UsageError(

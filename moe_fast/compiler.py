@@ -113,16 +113,47 @@ def compile_shape(shape: KernelShape) -> Any:
 
 
 def compile_to_file(shape: KernelShape, folder: Path | None = None) -> Path:
-    """Compile unless the file exists; returns it."""
+    """Compile unless the file is there, and whole; returns it.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
     path = object_path(shape, folder)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if not is_whole(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"no kernels can be kept in {path.parent}: {error.strerror}; name another folder"
+            ) from error
         data = compile_shape(shape).dump_to_object(SYMBOL)
         # written beside and moved into place: another rank may be looking for the same file
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except OSError as error:
+            raise UsageError(f"{path} can't be written: {error.strerror}; name another folder") from error
+        finally:
+            part.unlink(missing_ok=True)
     return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether an object file is there with all its sections, as it is not after a copy that broke off."""
+    try:
+        with path.open("rb") as file:
+            head, size = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return False
+    (sections,) = struct.unpack_from("<Q", head, 40)
+    entry, count = struct.unpack_from("<HH", head, 58)
+    return sections + entry * count <= size
 
 
 def compile_all(shapes: Sequence[KernelShape], folder: Path | None = None, jobs: int = 1) -> Iterator[Path]:

@@ -83,14 +83,14 @@ def printable(text: str) -> str:
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode("ascii") for ch in text)
 
 
-def check_plot_path(path: Path) -> None:
+def check_plot_path(path: Path, option: str = "--plot") -> None:
     """Raise UsageError unless `plot_report` could write there: known before a long computation, not after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
-        raise UsageError(f"--plot {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
-    check_output_path("--plot", path)
+        raise UsageError(f"{option} {path} ends in {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
+    check_output_path(option, path)
 
 
 def check_output_path(option: str, path: Path) -> None:

@@ -98,7 +98,7 @@ def provenance(command: str, packages: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Write one result file, indented, keys in the order given.
+    """Write one result file, indented, keys in the order given; what was there stays until all of it is written.
 
     Raises:
         ValueError: a provenance key is missing, or a number is not finite.
@@ -107,4 +107,10 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     if missing:
         raise ValueError(f"{path.name} lacks the provenance keys {missing}; merge in provenance(command)")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -53,8 +53,14 @@ def _missing(there: set[int]) -> str:
     lines = [
         f'!!! warning "Not measured on {several} GPUs yet"',
         "",
-        f"    No run on {several} GPUs of one host has been made yet, so the tables below have nothing from there. On "
-        "such a machine these commands make one; a run that is cut short goes on when it is started again:",
+        f"    No run on {several} GPUs of one host has been made yet"
+        + (
+            ", so the tables below have nothing from there. "
+            if there
+            else ", and none on fewer: the tables are empty. "
+        )
+        + "On such a machine these commands make them; overlap efficiency is relative to the run on 2. A run that is "
+        "cut short goes on when it is started again:",
         "",
         "    ```text",
         *(f"    {line}" for count in sorted({2, *gpus} - there) for line in COMMAND.format(count).splitlines()),

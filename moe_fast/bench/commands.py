@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.markup import escape
 
 from moe_fast.bench.contestants import run_bench, run_dtypes, run_trace
 from moe_fast.bench.layers import LAYERS
 from moe_fast.bench.measure import place
 from moe_fast.bench.process import finish, join
 from moe_fast.bench.scaling.command import scaling_command
-from moe_fast.bench.tables import render, with_targets
+from moe_fast.bench.tables import read_results, render, with_targets
+from moe_ref.console import err
 from moe_ref.errors import UsageError
-from moe_ref.limits import regular_file_size
+from moe_ref.limits import check_output_path, check_plot_path, printable
 
 app = typer.Typer(
     rich_markup_mode="markdown",
     help="Time the fused kernel against the chain it replaces and the dense floor.",
     no_args_is_help=True,
     add_completion=False,  # that of moe-ref, whose command this is
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 RECORDED = Path(__file__).parents[2] / "docs" / "results"
 """The committed results, in a checkout; an installed wheel has none."""
@@ -61,7 +64,7 @@ def run_command(
 ) -> None:
     """Time every contestant."""
     chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int) if tokens else None
-    join()
+    join(out)
     rows = run_bench(chosen, sizes, repetitions, scheduler, chains)
     title = f"The megakernel's times on {place()[1]} GPU{'s' * (place()[1] > 1)}"
     description = "Fused kernel, unfused chain (eager, graph) and dense floor, interleaved in one run; ms, median."
@@ -77,12 +80,15 @@ def trace_command(
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Utilisation of the processors and where the rest of the time went, from in-kernel timestamps."""
-    join()
-    rows = []
-    for cell in cells.split(","):
-        layer, _, tokens = cell.partition(":")
+    join(out)
+    chosen = [cell.partition(":")[::2] for cell in cells.split(",")]
+    for layer, tokens in chosen:
         if layer not in LAYERS or not tokens.isdigit():
-            raise UsageError(f"{cell!r} is no LAYER:S; layers: {', '.join(LAYERS)}")
+            raise UsageError(f"--cells has {layer}:{tokens}, which is no LAYER:S; layers: {', '.join(LAYERS)}")
+    if trace is not None and place()[0] == 0:
+        check_output_path("--trace", trace)
+    rows = []
+    for layer, tokens in chosen:
         rows.append(run_trace(layer, int(tokens), scheduler, trace))
         if place()[0] == 0:
             print(json.dumps(rows[-1]), flush=True)
@@ -104,7 +110,7 @@ def balance_command(
     """Replicas, balanced inside the kernel, against plain placement, at uniform and at skewed routing."""
     from moe_fast.bench import variants
 
-    join()
+    join(out)
     if not 1 <= replicas <= place()[1]:
         raise UsageError(f"--replicas is {replicas}, expected 1 to {place()[1]}: one a rank")
     chosen = _layers(layers)
@@ -132,7 +138,7 @@ def transports_command(
     """Put-with-signal against direct stores, and the fixed layout against the compact one."""
     from moe_fast.bench import variants
 
-    join()
+    join(out)
     if place()[1] < 2:
         raise UsageError("several ranks are needed: torchrun --nproc-per-node 2 -m moe_fast.bench transports")
     chosen = _layers(layers)
@@ -157,7 +163,7 @@ def wire_command(
     from moe_fast.bench import variants
 
     chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int)
-    join()
+    join(out)
     if place()[1] < 2:
         raise UsageError("several ranks are needed: torchrun --nproc-per-node 2 -m moe_fast.bench wire")
     rows = [row for name in chosen for row in variants.run_wire(name, sizes, scheduler, repetitions)]
@@ -180,7 +186,7 @@ def schedulers_command(
     from moe_fast.bench import variants
 
     chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int)
-    join()
+    join(out)
     rows = [row for name in chosen for row in variants.run_schedulers(name, sizes, repetitions)]
     gpus = place()[1]
     description = "ms of one forward, gate included; the three schedulers take turns in one run and give the same bits."
@@ -197,20 +203,8 @@ def table_command(
     as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
 ) -> None:
     """Show a result file."""
-    results = _read_results(path)
+    results = read_results(path)
     print(json.dumps(with_targets(results)) if as_json else render(results))
-
-
-def _read_results(path: Path) -> dict[str, Any]:
-    regular_file_size(path, "results that `bench run --out` wrote")
-    try:
-        results = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} can't be read as JSON: {error}") from error
-    rows = results.get("rows") if isinstance(results, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(r, dict) and {"layer", "ms", "gpus"} <= set(r) for r in rows):
-        raise UsageError(f"{path} holds no rows of a benchmark, expected results that `bench run --out` wrote")
-    return results
 
 
 @app.command("dtypes")
@@ -223,7 +217,7 @@ def dtypes_command(
 ) -> None:
     """fp16 against bf16."""
     chosen = _layers(layers)
-    join()
+    join(out)
     rows = run_dtypes(chosen, tokens, repetitions, scheduler)
     text = "\n".join(f"{r['layer']:12} {r['tokens']:>6}  fp16 / bf16 {r['fp16_over_bf16']:.3f}" for r in rows)
     finish("fp16 against bf16", "Median ms of the fused kernel, interleaved in one run.", {"rows": rows}, out, text)
@@ -238,7 +232,7 @@ def growth_command(
     """Time against S from 32 to 16384 and against E from 8 to 256, beside three bounds."""
     from moe_fast.bench import growth
 
-    join()
+    join(out)
     results = growth.measure(repetitions, scheduler)
     description = "The paper's layer: ms per call, median, and three bounds; growth is against the row before."
     finish(f"How the cost grows, GPUs: {place()[1]}", description, results, out, growth.render(results))
@@ -254,7 +248,10 @@ def plot_command(
     """Plot a result of `growth`; needs matplotlib."""
     from moe_fast.bench import growth
 
-    growth.plot(json.loads(path.read_text()), out)
+    results = read_results(path, "growth")
+    check_plot_path(out, "--out")
+    growth.plot(results, out)
+    err.print(f"wrote {escape(printable(str(out)))}", soft_wrap=True)
 
 
 @app.command("blocks")
@@ -265,7 +262,7 @@ def blocks_command(
     """Blocks of transformers against the same layers on the fused kernel, one GPU."""
     from moe_fast.bench import library_blocks
 
-    join()
+    join(out)
     if place()[1] > 1:
         raise UsageError("blocks of transformers run on one GPU: start this without torchrun")
     rows = [row for family in library_blocks.BLOCKS for row in library_blocks.compare(family, repetitions)]
@@ -286,8 +283,11 @@ def predict_command(
     """Calibrate the simulator on half of the cells of benchmark results and predict the others; needs no GPU."""
     from moe_fast.bench import prediction
 
+    if out is not None:
+        check_output_path("--out", out)
     files = paths or [RECORDED / f"megakernel_bench_{gpus}gpu.json" for gpus in (1, 2)]
-    results = prediction.predict(files)
+    with err.status("calibrating on half of the cells, a minute or two ..."):
+        results = prediction.predict(files)
     description = "Cells of the benchmark that the calibration has not seen; error is simulated / measured - 1."
     finish("The simulator on cells it has not seen", description, results, out, prediction.render(results))
 

@@ -8,12 +8,12 @@ machine is fitted to and the half that it predicts, so both halves have every la
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from moe_fast.bench.layers import layer_config
+from moe_fast.bench.tables import read_results
 from moe_ref.runtime.calibrate import calibrate, simulate_ms
 from moe_ref.runtime.machine import machine
 from moe_ref.runtime.recorded import Record
@@ -47,7 +47,7 @@ def records(rows: list[dict[str, Any]]) -> list[tuple[str, Record]]:
 
 def predict(paths: list[Path], preset: str = "h200-2") -> dict[str, Any]:
     """Fit on the cells of even position in these files, predict the others."""
-    return predict_rows([row for path in paths for row in json.loads(path.read_text())["rows"]], preset)
+    return predict_rows([row for path in paths for row in read_results(path)["rows"]], preset)
 
 
 def predict_rows(rows: list[dict[str, Any]], preset: str) -> dict[str, Any]:

@@ -12,15 +12,24 @@ import torch
 import torch.distributed as dist
 
 from moe_fast.bench.measure import place
-from moe_ref.environment import local_rank_from_environment, world_size_from_environment
+from moe_ref.environment import local_rank_from_environment, rank_from_environment, world_size_from_environment
 from moe_ref.errors import UsageError
+from moe_ref.limits import check_output_path
 from moe_ref.results import provenance, write_results
 
 PACKAGES = ("nvidia-cutlass-dsl", "nvshmem4py-cu13", "nvidia-nvshmem-cu13")
 
 
-def join() -> None:
-    """Enter torchrun's process group, if there is one."""
+def join(out: Path | None = None) -> None:
+    """Enter torchrun's process group, if there is one.
+
+    out: where the results will be written.
+
+    Raises:
+        UsageError: there is no GPU, or nothing can be written there: before the measurement, not after.
+    """
+    if out is not None and rank_from_environment() == 0:
+        check_output_path("--out", out)
     if not torch.cuda.is_available():
         raise UsageError("the benchmark needs a CUDA device of compute capability 9.0; none is visible")
     if world_size_from_environment() is not None and not dist.is_initialized():
@@ -52,7 +61,8 @@ def finish(title: str, description: str, body: dict[str, Any], out: Path | None,
     if place()[0] != 0:
         return
     results = with_provenance(title, description, body)
+    # printed first: what was measured is to be seen even where it can't be written
+    if text != "":
+        print(json.dumps(results) if text is None else text, flush=True)
     if out is not None:
         write_results(out, results)
-    if text != "":
-        print(json.dumps(results) if text is None else text)

@@ -1,10 +1,54 @@
-"""A benchmark result as a table, what was aimed at beside what was reached."""
+"""Benchmark results read back and as a table, what was aimed at beside what was reached."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from moe_fast.bench.layers import TARGETS
+from moe_ref.errors import UsageError
+from moe_ref.limits import regular_file_size
+
+
+def read_results(path: Path, kind: str = "run") -> dict[str, Any]:
+    """A result file of `bench run` or `bench growth`.
+
+    Raises:
+        UsageError: it is none; the message says what was expected.
+    """
+    expected = f"results that `bench {kind} --out` wrote"
+    regular_file_size(path, expected)
+    try:
+        results = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} can't be read as JSON ({error}), expected {expected}") from error
+    try:
+        good = _is_run(results) if kind == "run" else _is_growth(results)
+    except (KeyError, TypeError):
+        good = False
+    if not good:
+        raise UsageError(f"{path} holds no rows of `bench {kind}`, expected {expected}")
+    return results
+
+
+def _is_run(results: Any) -> bool:
+    return bool(results["rows"]) and all(
+        isinstance(row["layer"], str)
+        and row["gpus"] > 0
+        and row["tokens"] > 0
+        and row["fused_over_floor"] > 0
+        and all(row["ms"][name]["median"] > 0 for name in ("floor", "fused"))
+        for row in results["rows"]
+    )
+
+
+def _is_growth(results: Any) -> bool:
+    return all(
+        row[name] > 0 and row["ms"] > 0 and isinstance(row["bounds_ms"], dict)
+        for name in ("tokens", "experts")
+        for row in results[name]
+    )
 
 
 def with_targets(results: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from moe_fast.backend import deadline_s
 from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, growth, library_blocks, prediction, variants, with_targets
+from moe_fast.bench.process import finish
 from moe_ref import cli
 from moe_ref.errors import UsageError
 
@@ -161,6 +162,39 @@ def test_the_schedulers_table_names_all_of_them():
     head, row = text.splitlines()
     assert head.split() == ["layer", "GPUs", "S", *times]
     assert row.split() == ["qwen3", "2", "1024", "1.000", "1.250", "0.500"]
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("table", '{"rows": [{"layer": "paper-e8", "gpus": 1, "tokens": 128, "ms": {}}]}', "holds no rows"),
+        ("table", "[1, 2]", "holds no rows"),
+        ("predict", '{"rows": []}', "holds no rows of `bench run`, expected results that"),
+        ("predict", '{"rows": "abc"}', "holds no rows"),
+        ("predict", "{bad", "can't be read as JSON"),
+        ("plot", '{"rows": []}', "expected results that `bench growth"),
+    ],
+)
+def test_files_that_are_no_results_are_named(command, content, message, tmp_path):
+    (tmp_path / "r.json").write_text(content)
+    done = CliRunner().invoke(app, [command, str(tmp_path / "r.json")])
+    assert isinstance(done.exception, UsageError)
+    assert str(tmp_path / "r.json") in str(done.exception)
+    assert message in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["predict", "plot"])
+def test_where_nothing_can_be_written_is_said_first(command, tmp_path):
+    done = CliRunner().invoke(app, [command, "--out", str(tmp_path / "none" / "r.svg")])
+    assert isinstance(done.exception, UsageError)
+    assert "no folder" in str(done.exception)
+
+
+def test_results_are_shown_even_if_they_cannot_be_kept(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        finish("title", "what", {"rows": [1]}, tmp_path / "file" / "r.json", "the table")
+    assert capsys.readouterr().out == "the table\n"
 
 
 def test_the_blocks_table_shows_one_call_and_calls_in_a_row():

@@ -134,6 +134,21 @@ def test_a_kernel_carries_the_version_of_the_nvshmem_it_was_built_with(tmp_path,
     assert path.name in doctor._device_code().found
 
 
+@pytest.mark.slow
+def test_a_file_that_broke_off_is_compiled_anew(tmp_path):
+    """And what is written is for all users that the umask lets read it."""
+    shape = KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets")
+    path = compiler.compile_to_file(shape, tmp_path)
+    whole = path.read_bytes()
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    for broken in (b"", b"no object file" * 10, whole[:70_000]):
+        path.write_bytes(broken)
+        assert compiler.compile_to_file(shape, tmp_path).read_bytes()[:4] == b"\x7fELF"
+        assert compiler.is_whole(path)
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_missing_device_code_is_named_with_the_remedy(tmp_path, monkeypatch):
     """Before any compilation, and by the doctor."""
     init_fini = pytest.importorskip("nvshmem.core.init_fini", reason="nvshmem4py (extra [fused]) is not installed")
@@ -238,8 +253,13 @@ def test_arguments_are_kept_in_place(tmp_path, monkeypatch):
         (["--ranks", "x"], "--ranks has 'x'"),
         (["--ranks", "1,0"], "--ranks has '0'"),
         (["--jobs", "0"], "--jobs is 0"),
-        (["--transport", "pigeons"], "transport='pigeons' is not one of"),
-        (["--placement", "nowhere.json"], "--placement nowhere.json is no file"),
+        (["--transport", "pigeons"], "--transport has 'pigeons', expected some of stores, put_signal"),
+        (["--scheduler", "tickets,"], "--scheduler has ''"),
+        (["--out", "small"], "--out small is a file"),
+        (["--replicas", "3"], "add --placement symmetric"),
+        (["--placement", "other", "--replicas", "3"], "add --placement symmetric"),
+        (["--placement", ""], "--placement '' is no file"),
+        (["--placement", "nowhere.json"], "--placement 'nowhere.json' is no file"),
         (["--config", "small", "--ranks", "2", "--placement", "other"], "8 experts on 4 ranks, the layer has 4 and"),
         (["--config", "small", "--ranks", "2", "--placement", "symmetric", "--replicas", "9"], "replicas"),
         (["--config", "/nowhere/c.json"], "no file /nowhere/c.json"),
