@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,17 +136,18 @@ def test_a_kernel_carries_the_version_of_the_nvshmem_it_was_built_with(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_file_that_broke_off_is_compiled_anew(tmp_path):
+def test_a_file_that_broke_off_is_compiled_anew(tmp_path, monkeypatch):
     """And what is written is for all users that the umask lets read it."""
     shape = KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets")
     path = compiler.compile_to_file(shape, tmp_path)
     whole = path.read_bytes()
     (tmp_path / "other").touch()
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    again = SimpleNamespace(dump_to_object=lambda symbol: whole)
+    monkeypatch.setattr(compiler, "compile_shape", lambda shape: again)
     for broken in (b"", b"no object file" * 10, whole[:70_000]):
         path.write_bytes(broken)
-        assert compiler.compile_to_file(shape, tmp_path).read_bytes()[:4] == b"\x7fELF"
-        assert compiler.is_whole(path)
+        assert compiler.compile_to_file(shape, tmp_path).read_bytes() == whole
     assert not list(tmp_path.glob("*.part"))
 
 
