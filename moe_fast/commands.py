@@ -40,8 +40,8 @@ def compile_kernels(
 ) -> None:
     """Compile megakernels ahead of time; needs no GPU. Without --config: the layers of the benchmark.
 
-    A kernel takes 10 to 20 seconds; one whose file is there already is not compiled again. Of a placement only the
-    number of replicas and of slots are compiled in: kernels for one serve every other of the same numbers.
+    A kernel whose file is there already is not compiled again. Of a placement only the number of replicas and of slots
+    are compiled in: kernels for one serve every other of the same numbers.
     """
     check_compiler()
     from moe_fast.compiler import cache_folder, compile_all, inspect_file

@@ -21,7 +21,7 @@ from moe_ref.runtime.workload import Workload
 
 ASKS_LATE = {"mailbox": 1, "scheduler_us": 0.0}
 """The presets' machine runs the kernel that was recorded for them, in which a processor had its next task in its
-mailbox while it ran another. Today's asks for it 8 steps before its loads end, about 2 us: no task waits behind a
+mailbox while it ran another. Today's asks for it 8 steps before its loads end: no task waits behind a
 running one, and the scheduler's answer is there when the task is needed."""
 FITTED = ("flops_16", "exposed", "remote_us")
 """Parameters of the machine that the first half fits."""
