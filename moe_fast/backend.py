@@ -10,15 +10,14 @@ Training: the forward is the kernel; the backward recomputes the chain of `moe_f
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_fast import unfused
 from moe_fast.engine import Engine, router_parts
@@ -27,6 +26,7 @@ from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported, unsup
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
+from moe_ref.inputs import router_weight
 from moe_ref.pipeline import Record
 
 if TYPE_CHECKING:
@@ -42,20 +42,42 @@ _mapped: dict[int, bool] = {}
 """Per process group: whether every rank's memory is mapped in every other."""
 
 
-def engine_for(layer: MoELayer, scheduler: str | None = None, transport: str | None = None) -> Engine:
+def _variable(name: str, default: str) -> Callable[[], str]:
+    """An environment variable, to be read at every call.
+
+    This is what os.environ.get looks into. Of a variable that isn't set that raises and catches two exceptions, and two
+    such variables were a tenth of the host's time of a call.
+    """
+    key, values, decode = os.environ.encodekey(name), os.environ._data, os.environ.decodevalue
+
+    def read() -> str:
+        found = values.get(key)
+        return default if found is None else decode(found)
+
+    return read
+
+
+_scheduler = _variable("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER)
+_transport = _variable("MOE_REF_TRANSPORT", "auto")
+
+
+def engine_for(
+    layer: MoELayer, scheduler: str | None = None, transport: str | None = None, router: Tensor | None = None
+) -> Engine:
     """The engine of a layer, made on first use (collective); layers of one shape share it and its buffers.
 
     Args:
         scheduler: one of `shapes.SCHEDULERS`; None for MOE_REF_SCHEDULER, by default "spare_warps".
         transport: "stores" into mapped peers, "put_signal" through NVSHMEM, or "auto": stores where every peer is
             mapped. None for MOE_REF_TRANSPORT, by default "auto".
+        router: the router's weight, where the caller has it at hand.
 
     Raises:
         UsageError: the layer asks for what the kernel can't do, ranks disagree, or the buffers don't fit.
     """
-    scheduler = scheduler or os.environ.get("MOE_REF_SCHEDULER", DEFAULT_SCHEDULER)
-    transport = transport or os.environ.get("MOE_REF_TRANSPORT", "auto")
-    router = layer.router.weight
+    router = router_weight(layer) if router is None else router
+    scheduler = scheduler or _scheduler()
+    transport = transport or _transport()
     asked = (layer.config, layer.placement, layer.world, router.dtype, router.device, scheduler, transport)
     last = _last.get(layer)
     if last is not None and last[0] == asked:
@@ -131,20 +153,22 @@ def _fp32_router(layer: MoELayer) -> bool:
     return layer.router.weight.dtype.itemsize > layer.config.element_size
 
 
-_parts = WeakTensorKeyDictionary()
-"""By router weight of fp32: its version and address, and its parts. A CUDA graph keeps the parts of its capture."""
+_parts: dict[int, tuple[ref[Tensor], tuple[int, int], Tensor]] = {}
+"""By id of a router's weight of fp32: the weight, its version and address, and its parts, until the weight is gone. A
+CUDA graph keeps the parts of its capture."""
 
 
-def _router(layer: MoELayer) -> Tensor:
+def _router(layer: MoELayer, weight: Tensor) -> Tensor:
     """The router's weight as the kernel takes it; one of fp32 is split again only after it has changed."""
-    weight = layer.router.weight
-    if not _fp32_router(layer) and layer.config.dtype != "float32":
+    dtype = layer.config.torch_dtype
+    if weight.dtype.itemsize <= dtype.itemsize < 4:
         return weight
-    now = (weight._version, weight.data_ptr())
-    found = _parts.get(weight)
-    if found is None or found[0] != now:
-        found = _parts[weight] = (now, router_parts(weight.detach(), layer.config.torch_dtype))
-    return found[1]
+    key, now = id(weight), (weight._version, weight.data_ptr())
+    found = _parts.get(key)
+    if found is None or found[0]() is not weight or found[1] != now:
+        held = ref(weight, lambda _: _parts.pop(key, None))
+        found = _parts[key] = (held, now, router_parts(weight.detach(), dtype))
+    return found[2]
 
 
 def close_engines() -> None:
@@ -155,20 +179,48 @@ def close_engines() -> None:
     _last.clear()
 
 
+class _Fetched:
+    """A field of `FusedRecord` that the device knows; what the record's own dictionary holds comes before it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: FusedRecord | None, owner: type) -> Any:
+        if record is None:
+            return self
+        record.fetch()
+        return record.__dict__.get(self.name)
+
+
 class FusedRecord(Record):
-    """A record whose integers and buffers are fetched from the device on first access."""
+    """A record whose integers and buffers are fetched from the device on first access.
 
-    _LAZY = frozenset(
-        {"routing", "before_PE", "counts_PE", "tokens_P", "plan", "rows_NH", "hidden_ND", "output_NH", "returned_NH"}
-        | {"partial_NH", "sent_PG"}
-    )
+    Args:
+        y: the result.
+        fill: sets the other fields of the record that it is given.
+    """
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in FusedRecord._LAZY:
-            pending = self.__dict__.pop("_pending", None)
-            if pending is not None:
-                pending(self)
-        return object.__getattribute__(self, name)
+    routing: Any = _Fetched()
+    before_PE: Any = _Fetched()
+    counts_PE: Any = _Fetched()
+    tokens_P: Any = _Fetched()
+    plan: Any = _Fetched()
+    rows_NH: Any = _Fetched()
+    hidden_ND: Any = _Fetched()
+    output_NH: Any = _Fetched()
+    returned_NH: Any = _Fetched()
+    partial_NH: Any = _Fetched()
+    sent_PG: Any = _Fetched()
+
+    def __init__(self, y: Tensor, fill: Callable[[FusedRecord], None]) -> None:
+        # not the dataclass' own: it would set the fields that are to be fetched
+        self.y_SH, self.seconds, self._pending = [y], {}, fill
+
+    def fetch(self) -> None:
+        """Fill the fields, once; what can't be fetched is said at every access."""
+        if self._pending is not None:
+            self._pending(self)
+            self._pending = None
 
 
 class FusedBackend:
@@ -202,25 +254,24 @@ class FusedBackend:
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
     ) -> Record:
         """See `moe_ref.backends.Backend`. With `keep` it waits for the device and copies every buffer."""
-        engine = engine_for(layer)
+        config, weights = layer.config, unfused.layer_weights(layer)
+        engine = engine_for(layer, router=weights.router_EH)
         x = x_SH[0].contiguous()
-        if x.dtype != layer.config.torch_dtype:
-            raise UsageError(f"the layer's dtype is {layer.config.dtype}, autocast asks for {x.dtype}; leave autocast")
-        ids = weight = None
+        if x.dtype != config.torch_dtype:
+            raise UsageError(f"the layer's dtype is {config.dtype}, autocast asks for {x.dtype}; leave autocast")
+        ids = weight = plan = None
         if routing is not None:
             _check_shapes(routing[0], layer, x)
-            ids = routing[0].expert_SK.contiguous()
-            weight = routing[0].weight_SK
-        plan = None
+            ids, weight = routing[0].expert_SK.contiguous(), routing[0].weight_SK
         if unfused.is_placed(layer) and not in_kernel(layer):
             ids, weight, plan = plan_first(layer, x, ids, weight)
-        # those of the fields of ChainWeights, in their order
-        parameters = tuple(vars(unfused.layer_weights(layer)).values())
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *parameters)):
-            y = _FusedFunction.apply(engine, layer, plan, ids, x, weight, *parameters)
+        inputs = (x, weight, *weights)
+        if torch.is_grad_enabled() and any([t.requires_grad for t in inputs if t is not None]):  # noqa: C419
+            # only those that there are: autograd looks at every argument
+            present = [t for t in inputs if t is not None]
+            y = _FusedFunction.apply(engine, layer, plan, ids, [t is not None for t in inputs], *present)
         else:
-            y = _launch(engine, layer, x, ids, weight, plan)
-        record = FusedRecord(y_SH=[y])
+            y = _launch(engine, layer, weights, x, ids, weight, plan)
         call = engine.calls
 
         def fill(target: Record) -> None:
@@ -228,9 +279,9 @@ class FusedBackend:
                 raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
             _fill(target, engine, layer, x.shape[0], plan, buffers=keep)
 
-        record.__dict__["_pending"] = fill
+        record = FusedRecord(y, fill)
         if keep:
-            _ = record.routing
+            record.fetch()
         return record
 
 
@@ -244,7 +295,7 @@ def _check_shapes(routing: Routing, layer: MoELayer, x: Tensor) -> None:
     """What can be checked without asking the device; the kernel checks the ids."""
     want = (x.shape[0], layer.config.top_k)
     for name, value in (("expert_SK", routing.expert_SK), ("weight_SK", routing.weight_SK)):
-        if tuple(value.shape) != want:
+        if value.shape != want:
             raise ValueError(f"routing.{name} has shape {list(value.shape)}, expected [tokens, top_k] = {list(want)}")
         if value.device != x.device:
             raise ValueError(f"routing.{name} is on {value.device}, but x is on {x.device}; move one of them")
@@ -283,10 +334,12 @@ def check_weights(weights: unfused.ChainWeights, dtype: torch.dtype, device: tor
         UsageError: a parameter of another dtype than the layer's (the router may be fp32, the selection bias anything),
             on another device, or not contiguous; the message names it.
     """
-    for name, value in vars(weights).items():
-        if value is None or name == "selection_bias_E":
+    for name, value in zip(unfused.ChainWeights._fields, weights, strict=True):
+        if value is None or (value.dtype is dtype and value.device == device and value.is_contiguous()):
             continue
         found, legal = value.dtype, (dtype, torch.float32) if name == "router_EH" else (dtype,)
+        if name == "selection_bias_E":
+            continue
         if found not in legal:
             problem, remedy = f"is {found} in a layer of {dtype}", f".to({dtype})"
         elif value.device != device:
@@ -299,17 +352,22 @@ def check_weights(weights: unfused.ChainWeights, dtype: torch.dtype, device: tor
 
 
 def _launch(
-    engine: Engine, layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None, plan: Plan | None
+    engine: Engine,
+    layer: MoELayer,
+    weights: unfused.ChainWeights,
+    x: Tensor,
+    ids: Tensor | None,
+    weight: Tensor | None,
+    plan: Plan | None,
 ) -> Tensor:
-    bias = layer.router.selection_bias
-    weights = unfused.layer_weights(layer)
+    bias = weights.selection_bias_E
     check_weights(weights, layer.config.torch_dtype, x.device)
     quota = None
     if plan is not None:
         quota = torch.from_numpy(plan.quota_PED.astype(np.int32)).to(x.device)
     return engine.launch(
         x,
-        _router(layer),
+        _router(layer, weights.router_EH),
         weights.up_XUH,
         weights.down_XHD,
         selection_bias_E=None if bias is None else bias.float().contiguous(),
@@ -359,7 +417,11 @@ def _fill(record: Record, engine: Engine, layer: MoELayer, tokens: int, plan: Pl
 
 
 class _FusedFunction(torch.autograd.Function):
-    """Forward: the kernel. Backward: the unfused chain, recomputed with the forward's routing."""
+    """Forward: the kernel. Backward: the unfused chain, recomputed with the forward's routing.
+
+    Inputs are x, the handed-in weights and the fields of ChainWeights; `there` says which of them exist, `present` are
+    those.
+    """
 
     @staticmethod
     def forward(
@@ -368,17 +430,19 @@ class _FusedFunction(torch.autograd.Function):
         layer: MoELayer,
         plan: Plan | None,
         ids: Tensor | None,
-        x: Tensor,
-        weight: Tensor | None,
-        *parameters: Tensor | None,
+        there: list[bool],
+        *present: Tensor,
     ) -> Tensor:
-        y = _launch(engine, layer, x, ids, weight, plan)
+        x, weight, *parameters = _spread(present, there)
+        assert x is not None
+        y = _launch(engine, layer, unfused.ChainWeights(*parameters), x, ids, weight, plan)
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
         chosen = kept = ids
         if chosen is None or kept is None or engine.shape.drops:
             chosen, kept = engine.expert_ids(x.shape[0])
         ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
-        ctx.save_for_backward(chosen, kept, x, weight, *parameters)
+        ctx.there = there
+        ctx.save_for_backward(chosen, kept, *present)
         return y
 
     @staticmethod
@@ -387,8 +451,8 @@ class _FusedFunction(torch.autograd.Function):
         layer, config = ctx.layer, ctx.layer.config
         _, ranks, group = unfused.group_of(layer)
         # the selection bias is a buffer that chooses and never weighs: it has no gradient
-        needed: list[Any] = [t if t is None else t.detach().requires_grad_(True) for t in saved]
-        x, weight, *parameters = needed
+        needed: list[Any] = [t.detach().requires_grad_(True) for t in saved]
+        x, weight, *parameters = _spread(needed, ctx.there)
         with torch.enable_grad():
             weights = unfused.ChainWeights(*parameters)
             if ctx.given:
@@ -399,6 +463,10 @@ class _FusedFunction(torch.autograd.Function):
             planner = (lambda counts_PE: ctx.plan or layer.make_plan(counts_PE)) if ctx.placed else None
             routes = unfused.make_routes(kept, config, group, ranks, planner)
             y = unfused.compute(x, used, routes, weights, config, group, ranks)
-        inputs = [t for t in needed if t is not None]
-        result = iter(torch.autograd.grad(y, inputs, grads[0], allow_unused=True))
-        return None, None, None, None, *(None if t is None else next(result) for t in needed)
+        return (None,) * 5 + torch.autograd.grad(y, needed, grads[0], allow_unused=True)
+
+
+def _spread(present: Sequence[Tensor], there: list[bool]) -> list[Tensor | None]:
+    """The tensors in their places, None where there is none."""
+    rest = iter(present)
+    return [next(rest) if here else None for here in there]

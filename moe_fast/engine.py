@@ -8,6 +8,7 @@ Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P r
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,17 @@ def router_parts(router_EH: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""What torch's own compiled code asks for the stream, without making an object of it; not in builds for CPUs."""
+
+
+def current_stream(device: torch.device) -> int:
+    """Address of a device's current CUDA stream."""
+    if _raw_stream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
+
+
 DEADLINE_S = 10.0
 """Default deadline of every wait inside the kernel."""
 
@@ -80,10 +92,20 @@ class MegakernelInputError(MegakernelError, ValueError):
     """Input that only the device could see to be wrong: a logit that isn't finite, an expert id out of range."""
 
 
-class Call:
-    """The kernel's host function with its arguments kept in place: a call writes the values that change and goes.
+CHANGING = (
+    "x", "y", "tokens", "stream", "given", "given_expert", "given_weight", "router", "first", "second", "slots", "bias",
+    "router_bias", "first_bias", "second_bias", "shared_first", "shared_second", "shared_gate", "deadline", "placement",
+    "planned", "quota", "capacity",
+)  # fmt: skip
+"""Arguments that may differ from one launch of an engine to the next, in the order in which `Call` takes them."""
 
-    Building 45 argument objects for each call took 0.23 ms of host time, more than small layers take on the device.
+
+class Call:
+    """The kernel's host function with its arguments kept in place: a call writes those that may change, and goes.
+
+    Building 45 argument objects for each call took 0.23 ms of host time, more than small layers take on the device. The
+    DSL's own caller then still lists the addresses of all of them each time; here the list is made once, and what may
+    change lies side by side, written in one go.
     """
 
     def __init__(self, function: Any, fixed: dict[str, int]) -> None:
@@ -99,20 +121,37 @@ class Call:
             {name: kind(fixed.get(name, 0)) for name, kind in part.items()} for part in (kinds, operands, more)
         ]
         arguments = (Args(**given[0]), Operands(**given[1]), *given[2].values(), cuda.CUstream(0))
-        packed, adapted = function.execution_args.generate_execution_args(arguments, {})
-        self._run, self._packed, self._keep = function.run_compiled_program, packed, (arguments, adapted)
+        addresses, adapted = function.execution_args.generate_execution_args(arguments, {})
         names = {**kinds, **operands, **more, "stream": Int64}
-        self._at = {}
-        for (name, kind), place in zip(names.items(), packed, strict=True):
+        for (name, kind), place in zip(names.items(), addresses, strict=True):
             address: Any = place.value if isinstance(place, ctypes.c_void_p) else place
-            self._at[name] = (ctypes.c_int64 if kind is Int64 else ctypes.c_int32).from_address(address)
-            if name in fixed and self._at[name].value != fixed[name]:
+            value = (ctypes.c_int64 if kind is Int64 else ctypes.c_int32).from_address(address).value
+            if value != fixed.get(name, 0):
                 raise RuntimeError(f"argument {name} of the kernel isn't where the DSL said it is")
+        # cells of 64 bits; of those of Int32 the kernel's host function reads the lower half, which comes first
+        self._cells = (ctypes.c_int64 * len(CHANGING))()
+        order = list(names)
+        for i, name in enumerate(CHANGING):
+            addresses[order.index(name)] = ctypes.addressof(self._cells) + 8 * i
+        # what JitExecutor.run_compiled_program does, apart from the call; nobody else uses this executor
+        executor = function.to(None)
+        self._packed = executor._get_invoke_packed_args(addresses)
+        self._run, self._result = executor.capi_func, executor.cuda_result
+        self._keep = (function, executor, arguments, adapted)
+        self._write = struct.Struct(f"<{len(CHANGING)}q").pack_into
 
-    def __call__(self, **changing: int) -> None:
-        for name, value in changing.items():
-            self._at[name].value = value
+    def __call__(self, *values: int) -> None:
+        """Launch with the values of `CHANGING`, in its order.
+
+        Raises:
+            MegakernelError: CUDA refused the launch.
+        """
+        self._write(self._cells, 0, *values)
         self._run(self._packed)
+        if self._result.value:
+            from cuda.bindings.runtime import cudaError_t
+
+            raise MegakernelError(f"the kernel was not launched: {cudaError_t(self._result.value).name}")
 
 
 @dataclass
@@ -155,6 +194,9 @@ class Engine:
         UsageError: the device isn't a Hopper GPU, or the heap is too small.
     """
 
+    _ids: Tensor | None = None
+    """Where the ids of calls of one S lie, int32 [S, K]."""
+
     def __init__(self, shape: KernelShape, heap: Heap, max_tokens: int, deadline_s: float = DEADLINE_S) -> None:
         self.shape, self.heap, self.max_tokens = shape, heap, max_tokens
         self.deadline_s = deadline_s
@@ -174,13 +216,16 @@ class Engine:
         self.in_workspace, size = workspace_regions(shape, max_tokens, self.blocks)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self.record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
-        self._reported = self.record.numpy()
+        self._reported = memoryview(self.record.numpy())
         # one call's events: read_timeline clears them, so trace one call at a time
         self.trace = torch.zeros(trace_words(self.blocks) if shape.trace else 16, dtype=torch.int64, device=device)
         self.rows = buffer_rows(shape, max_tokens)
         self.counter_words = counter_words(shape, max_tokens, self.blocks)
         self.calls = 0
         self._tables: dict[Placement, Tensor] = {}
+        self._last_tables: tuple[Placement, Tensor] | None = None
+        self._spare, self._device = self.workspace.data_ptr(), device
+        self._placed, self._drops = shape.placed, shape.drops
         self.function = compiler.load(shape)
         if shape.put and heap.ranks > 1:
             heap.link(self.function, compiler.nvshmem_of(shape))
@@ -244,48 +289,47 @@ class Engine:
             MegakernelError: an earlier call failed.
         """
         self.raise_if_failed()
-        tokens = x_SH.shape[0]
+        tokens = x_SH.size(0)
         if tokens > self.max_tokens:
             raise UsageError(f"S is {tokens} tokens, but the buffers were sized for max_tokens={self.max_tokens}")
         y_SH = torch.empty_like(x_SH) if out is None else out
-        spare = self.workspace.data_ptr()
-        if self.shape.placed or placement is not None or quota_PED is not None:
-            replicas = self._replica_arguments(placement, quota_PED)
-        else:
-            replicas = {}
-
-        def address(value: Tensor | None) -> int:
-            return spare if value is None else value.data_ptr()
-
+        at, planned, quota = 0, 0, 0
+        if self._placed or placement is not None or quota_PED is not None:
+            at, planned, quota = self._replica_arguments(placement, quota_PED)
+        spare = self._spare
         self._call(
-            x=x_SH.data_ptr() if tokens else spare,
-            y=y_SH.data_ptr() if tokens else spare,
-            bias=address(selection_bias_E),
-            router_bias=address(router_bias_E),
-            first_bias=address(first_bias_XU),
-            second_bias=address(second_bias_XH),
-            shared_first=address(shared_first_VH),
-            shared_second=address(shared_second_HW),
-            shared_gate=address(shared_gate_1H),
-            given_expert=address(expert_SK),
-            given_weight=address(weight_SK),
-            deadline=int(self.deadline_s * 1e9),
-            tokens=tokens,
-            given=int(expert_SK is not None),
-            router=router_EH.data_ptr(),
+            x_SH.data_ptr() if tokens else spare,
+            y_SH.data_ptr() if tokens else spare,
+            tokens,
+            current_stream(self._device),
+            0 if expert_SK is None else 1,
+            spare if expert_SK is None else expert_SK.data_ptr(),
+            spare if weight_SK is None else weight_SK.data_ptr(),
+            router_EH.data_ptr(),
             # a rank without experts describes memory that nothing will read
-            first=first_XUH.data_ptr() or spare,
-            second=second_XHD.data_ptr() or spare,
-            slots=max(first_XUH.shape[0], 1),
-            stream=torch.cuda.current_stream(self.heap.device).cuda_stream,
-            **replicas,
-            **({"capacity": self.shape.capacity(tokens)} if self.shape.drops else {}),
+            first_XUH.data_ptr() or spare,
+            second_XHD.data_ptr() or spare,
+            first_XUH.size(0) or 1,
+            spare if selection_bias_E is None else selection_bias_E.data_ptr(),
+            spare if router_bias_E is None else router_bias_E.data_ptr(),
+            spare if first_bias_XU is None else first_bias_XU.data_ptr(),
+            spare if second_bias_XH is None else second_bias_XH.data_ptr(),
+            spare if shared_first_VH is None else shared_first_VH.data_ptr(),
+            spare if shared_second_HW is None else shared_second_HW.data_ptr(),
+            spare if shared_gate_1H is None else shared_gate_1H.data_ptr(),
+            int(self.deadline_s * 1e9),
+            at,
+            planned,
+            quota,
+            self.shape.capacity(tokens) if self._drops else 0,
         )
         self.calls += 1
         return y_SH
 
     def tables(self, placement: Placement) -> Tensor:
         """The kernel's tables of a placement on the device, int32: rank [E, D], then what each slot holds, [P, X]."""
+        if self._last_tables is not None and self._last_tables[0] is placement:
+            return self._last_tables[1]
         shape = self.shape
         if placement not in self._tables:
             sizes = (placement.num_experts, placement.num_ranks)
@@ -302,25 +346,27 @@ class Engine:
             # kept for good: a captured graph may read them, and they are small
             flat = placement_tables(placement, shape.replicas, shape.slots)
             self._tables[placement] = torch.from_numpy(flat).to(self.heap.device)
-        return self._tables[placement]
+        # a placement's hash goes through all experts
+        self._last_tables = (placement, self._tables[placement])
+        return self._last_tables[1]
 
-    def _replica_arguments(self, placement: Placement | None, quota_PED: Tensor | None) -> dict[str, int]:
-        """Arguments of a launch that only shapes with replicas have."""
+    def _replica_arguments(self, placement: Placement | None, quota_PED: Tensor | None) -> tuple[int, int, int]:
+        """Arguments of a launch that only shapes with replicas have: address of the tables, whether there is a plan,
+        its address."""
         shape = self.shape
         if not shape.placed:
             raise UsageError("this kernel was compiled for experts in blocks; a placement or a plan needs another one")
         if placement is None:
             raise UsageError("a kernel with replicas needs the placement: which rank and slot holds which expert")
-        at: dict[str, int] = {"placement": self.tables(placement).data_ptr()}
-        at |= {"planned": int(quota_PED is not None), "quota": 0}
-        if quota_PED is not None:
-            want = (shape.ranks, shape.experts, shape.replicas)
-            if tuple(quota_PED.shape) != want or quota_PED.dtype != torch.int32 or not quota_PED.is_contiguous():
-                raise UsageError(
-                    f"quota_PED is {quota_PED.dtype} {list(quota_PED.shape)}, expected contiguous int32 {list(want)}"
-                )
-            at["quota"] = quota_PED.data_ptr()
-        return at
+        at = self.tables(placement).data_ptr()
+        if quota_PED is None:
+            return at, 0, 0
+        want = (shape.ranks, shape.experts, shape.replicas)
+        if tuple(quota_PED.shape) != want or quota_PED.dtype != torch.int32 or not quota_PED.is_contiguous():
+            raise UsageError(
+                f"quota_PED is {quota_PED.dtype} {list(quota_PED.shape)}, expected contiguous int32 {list(want)}"
+            )
+        return at, 1, quota_PED.data_ptr()
 
     # --- failures -----------------------------------------------------------------------------------------------
 
@@ -330,10 +376,10 @@ class Engine:
         Raises:
             MegakernelTimeout, MegakernelInputError: what a call that has ended reported.
         """
-        from moe_fast.kernel.signals import ROLES, WAITS
-
         if not self._reported[0] and not self._reported[7]:
             return
+        from moe_fast.kernel.signals import ROLES, WAITS
+
         code, rank, role, wait, index, seen, expected, status = self.record.tolist()
         if code:
             raise MegakernelTimeout(
@@ -423,9 +469,10 @@ class Engine:
 
         Enqueued on the current stream, waits for nothing.
         """
-        region = self.in_workspace["expert"]
-        flat = self.view(self.workspace, region, torch.int32)[: tokens * self.shape.top_k]
-        ids_SK = flat.view(tokens, self.shape.top_k).long()
+        if self._ids is None or self._ids.shape[0] != tokens:
+            flat = self.view(self.workspace, self.in_workspace["expert"], torch.int32)
+            self._ids = flat[: tokens * self.shape.top_k].view(tokens, self.shape.top_k)
+        ids_SK = self._ids.long()
         if not self.shape.drops:
             return ids_SK, ids_SK
         return torch.where(ids_SK < -1, dropped(ids_SK), ids_SK), ids_SK.clamp_min(-1)

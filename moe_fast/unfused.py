@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,8 +67,7 @@ def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
     return torch.cat([rows_NH[ends[i] : ends[i + 1]] @ weight_XHD[i] for i in range(len(ends) - 1)])
 
 
-@dataclass(frozen=True)
-class ChainWeights:
+class ChainWeights(NamedTuple):
     """Parameters of one rank, None where the layer has none: router [E, H] and its bias [E], up [X, U, H] and its bias
     [X, U], down [X, H, D] and its bias [X, H], the shared expert's up [V, H], down [H, W] and gate [1, H]."""
 
@@ -361,18 +360,36 @@ def group_of(layer: MoELayer) -> tuple[int, int, Any]:
 
 
 def layer_weights(layer: MoELayer) -> ChainWeights:
-    """A layer's parameters as the chain takes them."""
-    router, shared = layer.router, layer.shared_expert
-    return ChainWeights(
-        router.weight,
-        layer.up_parameter,
-        layer.down_proj,
-        router.selection_bias,
-        router.bias,
-        layer.up_bias_parameter,
-        layer.down_proj_bias,
-        *((None, None, None) if shared is None else (shared.up_proj, shared.down_proj, shared.gate)),
-    )
+    """A layer's parameters as the chain takes them.
+
+    Straight from where nn.Module keeps them: its attributes are found only after Python has searched the class in vain.
+    """
+    up, up_bias = layer.up_names
+    own, router, shared = layer._parameters, layer._modules["router"], layer._modules.get("shared_expert")
+    try:
+        return ChainWeights(
+            router._parameters["weight"],
+            own[up],
+            own["down_proj"],
+            router._buffers["selection_bias"],
+            router._parameters["bias"],
+            own[up_bias],
+            own["down_proj_bias"],
+            *(() if shared is None else [shared._parameters[name] for name in ("up_proj", "down_proj", "gate")]),
+        )
+    except KeyError:
+        # something else stands in a parameter's place: a parametrization, a plain tensor
+        router, shared = layer.router, layer.shared_expert
+        return ChainWeights(
+            router.weight,
+            layer.up_parameter,
+            layer.down_proj,
+            router.selection_bias,
+            router.bias,
+            layer.up_bias_parameter,
+            layer.down_proj_bias,
+            *(() if shared is None else (shared.up_proj, shared.down_proj, shared.gate)),
+        )
 
 
 def is_placed(layer: MoELayer) -> bool:

@@ -228,7 +228,7 @@ def derived_sizes(config: MoEConfig, ranks: int, tokens: int) -> list[tuple[str,
     sizes = []
     for name, member in vars(MoEConfig).items():
         formula = " ".join((inspect.getdoc(member) or "").split())
-        if isinstance(member, property) and name != "torch_dtype":
+        if isinstance(member, property):
             sizes.append((name, getattr(config, name), formula))
         elif inspect.isfunction(member) and not name.startswith("_"):
             parameters = list(inspect.signature(member).parameters)[1:]

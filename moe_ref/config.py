@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -168,7 +169,7 @@ class MoEConfig:
 
     # --- derived sizes ------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of parameters, rows, hidden activations and results."""
         return DTYPES[self.dtype]

@@ -59,7 +59,7 @@ class Routing:
         for name, value in (("expert_SK", self.expert_SK), ("weight_SK", self.weight_SK)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"routing.{name} is {type(value).__name__}, expected a tensor of shape {list(want)}")
-            if tuple(value.shape) != want:
+            if value.shape != want:
                 raise ValueError(
                     f"routing.{name} has shape {list(value.shape)}, expected [tokens, top_k] = {list(want)}"
                 )
@@ -67,12 +67,15 @@ class Routing:
                 raise ValueError(
                     f"routing.{name} is on {value.device}, but the tokens are on {device}; move one of them"
                 )
-        if self.expert_SK.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
-            raise TypeError(f"routing.expert_SK is {self.expert_SK.dtype}, expected signed integers (torch.int64)")
-        if not self.weight_SK.is_floating_point():
-            raise TypeError(f"routing.weight_SK is {self.weight_SK.dtype}, expected floating point (torch.float32)")
-        weight_SK = self.weight_SK.to(accumulate_dtype(config.torch_dtype))
-        return Routing(self.expert_SK.long(), weight_SK, self.logits_SE, self.scores_SE)
+        integers, floats = self.expert_SK.dtype, self.weight_SK.dtype
+        if integers not in (torch.int64, torch.int32, torch.int16, torch.int8):
+            raise TypeError(f"routing.expert_SK is {integers}, expected signed integers (torch.int64)")
+        if not floats.is_floating_point:
+            raise TypeError(f"routing.weight_SK is {floats}, expected floating point (torch.float32)")
+        wanted = accumulate_dtype(config.torch_dtype)
+        if integers == torch.int64 and floats == wanted:
+            return self
+        return Routing(self.expert_SK.long(), self.weight_SK.to(wanted), self.logits_SE, self.scores_SE)
 
     def check_values(self, config: MoEConfig) -> None:
         """Raise ValueError for an id outside [-1, E) or a weight that is not finite; names the first."""
@@ -91,6 +94,8 @@ class Routing:
 
     def split(self, sizes: list[int]) -> list[Routing]:
         """One routing for each run of `sizes` tokens."""
+        if sizes == [self.expert_SK.shape[0]]:
+            return [self]
         fields = (self.expert_SK, self.weight_SK, self.logits_SE, self.scores_SE)
         parts = [[None] * len(sizes) if value is None else value.split(sizes) for value in fields]
         return [Routing(*values) for values in zip(*parts, strict=True)]

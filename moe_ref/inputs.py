@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from moe_ref.layer import MoELayer
 
 
-def compute_dtype(layer: MoELayer) -> torch.dtype:
-    """The config's dtype, or under autocast the autocast dtype, as for a linear layer (float64 is left alone)."""
-    own, kind = layer.config.torch_dtype, layer.router.weight.device.type
-    if own == torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-        return own
-    return torch.get_autocast_dtype(kind)
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype of autocast on a kind of device, "cpu" or "cuda", or None where it is off."""
+    known = kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
+
+
+def router_weight(layer: MoELayer) -> Tensor:
+    """The parameter whose device and dtype stand for the layer's.
+
+    Straight from where nn.Module keeps it, if nothing else (a parametrization, a plain tensor) stands in its place.
+    """
+    router: Any = layer._modules["router"]
+    weight = router._parameters.get("weight")
+    return router.weight if weight is None else weight
 
 
 def tokens_per_rank(layer: MoELayer, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -32,41 +40,52 @@ def tokens_per_rank(layer: MoELayer, x: Tensor | Sequence[Tensor]) -> list[Tenso
     Raises:
         TypeError, ValueError: wrong type, shape, dtype or device, or more tokens than config.max_tokens.
     """
-    config, count = layer.config, len(layer.world.local_ranks)
-    own = config.torch_dtype
+    config, world = layer.config, layer.world
+    own, hidden = config.torch_dtype, config.hidden
     if isinstance(x, Tensor):
-        if x.dim() == 0 or x.shape[-1] != config.hidden:
-            raise ValueError(f"x has shape {list(x.shape)}, expected [..., hidden] = [..., {config.hidden}]")
-        parts = layer.world.split(x.reshape(-1, config.hidden))
+        if x.dim() == 0 or x.size(-1) != hidden:
+            raise ValueError(f"x has shape {list(x.shape)}, expected [..., hidden] = [..., {hidden}]")
+        parts = world.split(x if x.dim() == 2 else x.reshape(-1, hidden))
     else:
-        want = f"a tensor [..., {config.hidden}] or a list of {count} tensors [tokens, {config.hidden}]"
+        count = len(world.local_ranks)
+        want = f"a tensor [..., {hidden}] or a list of {count} tensors [tokens, {hidden}]"
         if not isinstance(x, (list, tuple)):
             raise TypeError(f"x is {type(x).__name__}, expected {want}")
         other = next((type(part).__name__ for part in x if not isinstance(part, Tensor)), None)
         if len(x) != count or other:
             raise TypeError(f"x is a list of {len(x)} items{f', one a {other}' if other else ''}, expected {want}")
         parts = list(x)
-    device, held = layer.router.weight.device, layer.router.weight.dtype
+    weight = router_weight(layer)
+    device, held = weight.device, weight.dtype
     if held != own and layer.down_proj.dtype != own:
         raise TypeError(
             f"the layer's parameters are {held} but its config says {own}; "
             "build the layer with config.replace(dtype=...) instead of casting it"
         )
-    cast = compute_dtype(layer) != own
-    for rank, part in zip(layer.world.local_ranks, parts, strict=True):
-        at = f"x of rank {rank}" if layer.world.num_ranks > 1 else "x"
-        if part.dim() != 2 or part.shape[1] != config.hidden:
-            raise ValueError(f"{at} has shape {list(part.shape)}, expected [tokens, {config.hidden}]")
-        if part.dtype != own and not (cast and part.dtype.is_floating_point and part.dtype.itemsize < 8):
-            raise TypeError(f"{at} is {part.dtype}, expected {own}; x.to(layer.config.torch_dtype)")
+    for rank, part in zip(world.local_ranks, parts, strict=True):
+        if part.dim() != 2 or part.size(1) != hidden:
+            raise ValueError(f"{_of(rank, layer)} has shape {list(part.shape)}, expected [tokens, {hidden}]")
+        if part.dtype != own and not _casts(part.dtype, own, device):
+            raise TypeError(f"{_of(rank, layer)} is {part.dtype}, expected {own}; x.to(layer.config.torch_dtype)")
         if part.device != device:
-            raise ValueError(f"{at} is on {part.device}, but the layer is on {device}; move one of them")
-        if part.shape[0] > config.max_tokens:
+            raise ValueError(f"{_of(rank, layer)} is on {part.device}, but the layer is on {device}; move one of them")
+        if part.size(0) > config.max_tokens:
             raise ValueError(
-                f"{at} has {part.shape[0]} tokens, but buffers are sized for {config.max_tokens}; "
+                f"{_of(rank, layer)} has {part.shape[0]} tokens, but buffers are sized for {config.max_tokens}; "
                 "raise MoEConfig.max_tokens or split the batch"
             )
     return parts
+
+
+def _casts(given: torch.dtype, own: torch.dtype, device: torch.device) -> bool:
+    """Whether autocast takes tokens of another dtype, as for a linear layer."""
+    cast = autocast_dtype(device.type)
+    return cast not in (None, own) and own != torch.float64 and given.is_floating_point and given.itemsize < 8
+
+
+def _of(rank: int, layer: MoELayer) -> str:
+    """What an error calls a rank's tokens."""
+    return f"x of rank {rank}" if layer.world.num_ranks > 1 else "x"
 
 
 def routing_per_rank(layer: MoELayer, routing: Any, parts: list[Tensor]) -> list[Routing] | None:

@@ -35,7 +35,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.experts import ExpertWeights
 from moe_ref.gate import Routing
-from moe_ref.inputs import compute_dtype, routing_per_rank, tokens_per_rank
+from moe_ref.inputs import autocast_dtype, routing_per_rank, tokens_per_rank
 from moe_ref.parameters import Router, SharedExpert, hash_seed
 from moe_ref.placement import Placement
 from moe_ref.stats import LayerStats
@@ -98,9 +98,10 @@ class MoELayer(nn.Module):
             return nn.Parameter(torch.empty(len(self.held_experts), *shape, dtype=config.torch_dtype, device=device))
 
         self.router = Router(config, device)
-        self._up = "gate_up_proj" if config.gated else "up_proj"
-        self.register_parameter(self._up, parameter(config.up_rows, config.hidden))
-        self.register_parameter(f"{self._up}_bias", parameter(config.up_rows) if config.expert_bias else None)
+        self.up_names = ("gate_up_proj", "gate_up_proj_bias") if config.gated else ("up_proj", "up_proj_bias")
+        """Names of the first product's weight and bias."""
+        self.register_parameter(self.up_names[0], parameter(config.up_rows, config.hidden))
+        self.register_parameter(self.up_names[1], parameter(config.up_rows) if config.expert_bias else None)
         self.down_proj = parameter(config.hidden, config.intermediate)
         self.register_parameter("down_proj_bias", parameter(config.hidden) if config.expert_bias else None)
         self.shared_expert = SharedExpert(config, device) if config.shared_intermediate else None
@@ -141,17 +142,17 @@ class MoELayer(nn.Module):
     @property
     def up_parameter(self) -> nn.Parameter:
         """gate_up_proj [E, 2D, H] or up_proj [E, D, H]."""
-        return getattr(self, self._up)
+        return getattr(self, self.up_names[0])
 
     @property
     def up_bias_parameter(self) -> nn.Parameter | None:
         """Bias of the first product, [E, 2D] or [E, D], or None."""
-        return getattr(self, f"{self._up}_bias")
+        return getattr(self, self.up_names[1])
 
     def load_logical_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state dict that holds all E experts (a simulated layer's) into this process' slots."""
         held = torch.tensor(self.held_experts, dtype=torch.long)
-        experts = {self._up, f"{self._up}_bias", "down_proj", "down_proj_bias"}
+        experts = {*self.up_names, "down_proj", "down_proj_bias"}
         self.load_state_dict({k: v[held.to(v.device)] if k in experts else v for k, v in state.items()})
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
@@ -236,19 +237,21 @@ class MoELayer(nn.Module):
             TypeError, ValueError: x or routing have a wrong type, shape, dtype or device, an id is out of range, a
                 logit is not finite, or a rank has more than config.max_tokens tokens.
         """
-        whole = x if isinstance(x, Tensor) else None
         parts, routings = self.check_input(x, routing)
-        # Under autocast all stages see tokens rounded to the autocast dtype; the gate's own arithmetic stays in fp32.
-        dtype, kind = compute_dtype(self), parts[0].device.type
-        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        autocast_off = torch.autocast(kind, enabled=False) if autocast else nullcontext()
-        with autocast_off:
-            record = self._backend.forward(self, [part.to(dtype) for part in parts], routings)
-            assert record.y_SH is not None
+        # Under autocast all stages see tokens rounded to the autocast dtype (float64 is left alone); the gate's own
+        # arithmetic stays in fp32.
+        own, kind = self.config.torch_dtype, parts[0].device.type
+        cast = autocast_dtype(kind)
+        dtype = own if cast is None or own == torch.float64 else cast
+        tokens = [part if part.dtype == dtype else part.to(dtype) for part in parts]
+        with nullcontext() if cast is None else torch.autocast(kind, enabled=False):
+            record = self._backend.forward(self, tokens, routings)
             y = record.y_SH
-            if whole is not None:
+            assert y is not None
+            if isinstance(x, Tensor):
                 # of one rank it is the result itself, not a copy: a fused layer stays one operation of the GPU
-                y = (y[0] if len(y) == 1 else torch.cat(y)).view(whole.shape)
+                y = y[0] if len(y) == 1 else torch.cat(y)
+                y = y if y.shape == x.shape else y.view_as(x)
             return (y, LayerStats.of(record, self.config, dtype)) if return_stats else y
 
     def check_input(self, x: Any, routing: Any = None) -> tuple[list[Tensor], list[Routing] | None]:
