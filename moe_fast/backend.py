@@ -5,6 +5,9 @@ routing, errors) is fetched when it is asked for: the record's fields are filled
 kernel reported is raised by the next call, by `check_errors`, or when a record is read.
 
 Training: the forward is the kernel; the backward recomputes the chain of `moe_fast.unfused` with the forward's routing.
+
+A simulated world of P ranks is P kernels side by side on the layer's GPU (`moe_fast.local_ranks`), with all that
+crosses between them: the protocol is that of P GPUs, the times are not.
 """
 
 from __future__ import annotations
@@ -20,23 +23,25 @@ import torch
 from torch import Tensor
 
 from moe_fast import unfused
-from moe_fast.engine import Engine, router_parts
-from moe_fast.heap import all_mapped, local_heap, symmetric_heap
+from moe_fast.engine import Engine, blocks_per_rank, router_parts
+from moe_fast.heap import all_mapped, local_heaps, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported, unsupported_wire
+from moe_fast.local_ranks import LocalRanks
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
 from moe_ref.inputs import router_weight
 from moe_ref.pipeline import Record
+from moe_ref.world import DistributedWorld
 
 if TYPE_CHECKING:
     from moe_ref.layer import MoELayer
 
 DEFAULT_SCHEDULER = "spare_warps"
 
-_engines: dict[tuple, Engine] = {}
-_last: WeakKeyDictionary[MoELayer, tuple[tuple, Engine]] = WeakKeyDictionary()
-"""By layer: what its last engine was asked for, and that engine. Working out shape and sizes anew took longer than
+_engines: dict[tuple, LocalRanks] = {}
+_last: WeakKeyDictionary[MoELayer, tuple[tuple, LocalRanks]] = WeakKeyDictionary()
+"""By layer: what its last engines were asked for, and those engines. Working out shape and sizes anew took longer than
 small layers take on the device."""
 _mapped: dict[int, bool] = {}
 """Per process group: whether every rank's memory is mapped in every other."""
@@ -63,8 +68,9 @@ _transport = _variable("MOE_REF_TRANSPORT", "auto")
 
 def engine_for(
     layer: MoELayer, scheduler: str | None = None, transport: str | None = None, router: Tensor | None = None
-) -> Engine:
-    """The engine of a layer, made on first use (collective); layers of one shape share it and its buffers.
+) -> LocalRanks:
+    """The engines of a layer's ranks in this process, made on first use (collective); layers of one shape share them
+    and their buffers.
 
     Args:
         scheduler: one of `shapes.SCHEDULERS`; None for MOE_REF_SCHEDULER, by default "spare_warps".
@@ -87,9 +93,11 @@ def engine_for(
     return engine
 
 
-def _find_engine(layer: MoELayer, scheduler: str, transport: str) -> Engine:
+def _find_engine(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks:
     """See `engine_for`."""
-    _, ranks, group = unfused.group_of(layer)
+    world = layer.world
+    ranks, group = world.num_ranks, world.group if isinstance(world, DistributedWorld) else None
+    on_one_gpu = len(world.local_ranks) > 1
     unfused.check_layer("fused", unsupported(layer.config, ranks))
     device = layer.router.weight.device
     if device.type != "cuda":
@@ -102,19 +110,29 @@ def _find_engine(layer: MoELayer, scheduler: str, transport: str) -> Engine:
         placement=layer.placement,
         transport="stores" if transport == "auto" else transport,
     )
-    if transport == "auto":
+    if on_one_gpu:
+        if shape.put:
+            raise UsageError(
+                f'transport="put_signal" is between GPUs; the {ranks} simulated ranks of this layer are on one and '
+                'store into each other\'s memory: take "stores" or "auto" (MOE_REF_TRANSPORT)'
+            )
+        blocks_per_rank(torch.cuda.get_device_properties(device).multi_processor_count, ranks, scheduler)
+    elif transport == "auto":
         size = heap_regions(replace(shape, transport="put_signal"), layer.config.max_tokens)[1]
         shape = replace(shape, transport=choose_transport(device, ranks, group, size))
         unfused.check_layer("fused", unsupported_wire(layer.config, ranks, shape.transport))
-    key = (shape, layer.config.max_tokens, device, id(group))
+    key = (shape, layer.config.max_tokens, device, id(group), on_one_gpu)
     if key not in _engines:
         layer.world.agree("the fused kernel", f"{shape.name}, max_tokens={layer.config.max_tokens}")
         size = heap_regions(shape, layer.config.max_tokens)[1]
-        heap = symmetric_heap(size, device, group, not shape.put) if ranks > 1 else local_heap(size, device)
-        engine = Engine(shape, heap, layer.config.max_tokens, deadline_s())
+        if ranks == 1 or on_one_gpu:
+            heaps = local_heaps(size, device, ranks)
+        else:
+            heaps = [symmetric_heap(size, device, group, not shape.put)]
+        engines = LocalRanks([Engine(shape, heap, layer.config.max_tokens, deadline_s()) for heap in heaps])
         # nobody's first wait may begin while another rank still compiles
-        heap.barrier()
-        _engines[key] = engine
+        heaps[0].barrier()
+        _engines[key] = engines
     return _engines[key]
 
 
@@ -173,8 +191,8 @@ def _router(layer: MoELayer, weight: Tensor) -> Tensor:
 
 def close_engines() -> None:
     """Free all engines and their heaps; collective."""
-    for engine in _engines.values():
-        engine.heap.close()
+    for engines in _engines.values():
+        engines.close()
     _engines.clear()
     _last.clear()
 
@@ -196,7 +214,7 @@ class FusedRecord(Record):
     """A record whose integers and buffers are fetched from the device on first access.
 
     Args:
-        y: the result.
+        y_SH: the results, of each local rank.
         fill: sets the other fields of the record that it is given.
     """
 
@@ -212,9 +230,9 @@ class FusedRecord(Record):
     partial_NH: Any = _Fetched()
     sent_PG: Any = _Fetched()
 
-    def __init__(self, y: Tensor, fill: Callable[[FusedRecord], None]) -> None:
+    def __init__(self, y_SH: list[Tensor], fill: Callable[[FusedRecord], None]) -> None:
         # not the dataclass' own: it would set the fields that are to be fetched
-        self.y_SH, self.seconds, self._pending = [y], {}, fill
+        self.y_SH, self.seconds, self._pending = y_SH, {}, fill
 
     def fetch(self) -> None:
         """Fill the fields, once; what can't be fetched is said at every access."""
@@ -255,7 +273,10 @@ class FusedBackend:
     ) -> Record:
         """See `moe_ref.backends.Backend`. With `keep` it waits for the device and copies every buffer."""
         config, weights = layer.config, unfused.layer_weights(layer)
-        engine = engine_for(layer, router=weights.router_EH)
+        engines = engine_for(layer, router=weights.router_EH)
+        engine = engines.only
+        if engine is None:
+            return _forward_together(engines, layer, weights, x_SH, routing, keep)
         x = x_SH[0].contiguous()
         if x.dtype != config.torch_dtype:
             raise UsageError(f"the layer's dtype is {config.dtype}, autocast asks for {x.dtype}; leave autocast")
@@ -264,31 +285,72 @@ class FusedBackend:
             _check_shapes(routing[0], layer, x)
             ids, weight = routing[0].expert_SK.contiguous(), routing[0].weight_SK
         if unfused.is_placed(layer) and not in_kernel(layer):
-            ids, weight, plan = plan_first(layer, x, ids, weight)
+            given = None if ids is None or weight is None else ([ids], [weight])
+            (ids,), (weight,), plan = plan_first(layer, [x], *(given or (None, None)))
         inputs = (x, weight, *weights)
         if torch.is_grad_enabled() and any([t.requires_grad for t in inputs if t is not None]):  # noqa: C419
             # only those that there are: autograd looks at every argument
             present = [t for t in inputs if t is not None]
             y = _FusedFunction.apply(engine, layer, plan, ids, [t is not None for t in inputs], *present)
         else:
-            y = _launch(engine, layer, weights, x, ids, weight, plan)
+            quota = None if plan is None else _quota(plan, x.device)
+            y = _launch(engine, layer, weights, x, ids, weight, quota)
         call = engine.calls
 
         def fill(target: Record) -> None:
             if engine.calls != call:
                 raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
-            _fill(target, engine, layer, x.shape[0], plan, buffers=keep)
+            _fill(target, engines, layer, [x.shape[0]], plan, buffers=keep)
 
-        record = FusedRecord(y, fill)
+        record = FusedRecord([y], fill)
         if keep:
             record.fetch()
         return record
 
 
+def _forward_together(
+    engines: LocalRanks,
+    layer: MoELayer,
+    weights: unfused.ChainWeights,
+    x_SH: Sequence[Tensor],
+    routing: Sequence[Routing] | None,
+    keep: bool,
+) -> Record:
+    """`FusedBackend.forward` of several ranks on one GPU."""
+    engines.raise_if_failed()
+    xs = [x.contiguous() for x in x_SH]
+    if xs[0].dtype != layer.config.torch_dtype:
+        raise UsageError(f"the layer's dtype is {layer.config.dtype}, autocast asks for {xs[0].dtype}; leave autocast")
+    ids = given = plan = None
+    if routing is not None:
+        for one, x in zip(routing, xs, strict=True):
+            _check_shapes(one, layer, x)
+        ids, given = [one.expert_SK.contiguous() for one in routing], [one.weight_SK for one in routing]
+    if unfused.is_placed(layer) and not in_kernel(layer):
+        ids, given, plan = plan_first(layer, xs, ids, given)
+    inputs = (*xs, *(given or [None] * len(xs)), *weights)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        present = [t for t in inputs if t is not None]
+        ys = _TogetherFunction.apply(engines, layer, plan, ids, [t is not None for t in inputs], *present)
+    else:
+        ys = _launch_together(engines, layer, weights, xs, ids, given, plan)
+    call, sizes = engines.calls, [x.shape[0] for x in xs]
+
+    def fill(target: Record) -> None:
+        if engines.calls != call:
+            raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
+        _fill(target, engines, layer, sizes, plan, buffers=keep)
+
+    record = FusedRecord(list(ys), fill)
+    if keep:
+        record.fetch()
+    return record
+
+
 def check_errors() -> None:
     """Wait for every engine's device and raise what its kernel reported."""
-    for engine in _engines.values():
-        engine.check()
+    for engines in _engines.values():
+        engines.check()
 
 
 def _check_shapes(routing: Routing, layer: MoELayer, x: Tensor) -> None:
@@ -310,21 +372,26 @@ def in_kernel(layer: MoELayer) -> bool:
     return layer.planner is None and layer.schedule_method in ("flow", "flow_compiled")
 
 
-def plan_first(layer: MoELayer, x: Tensor, ids: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor, Plan]:
+def plan_first(
+    layer: MoELayer, xs: Sequence[Tensor], ids: Sequence[Tensor] | None, weights: Sequence[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor], Plan]:
     """Gate, counts and plan before the launch, for a planner that the kernel doesn't have; waits for the device.
 
-    Returns ids and weights, which the launch is handed (so that counts and choices are the same), and the plan.
+    Of every local rank tokens, and ids and weights if they are given. Returns ids and weights, which the launch is
+    handed (so that counts and choices are the same), and the plan.
     """
     config = layer.config
-    if ids is None or weight is None:
-        ids, weight = unfused.gate(x, unfused.layer_weights(layer), config)
-    inside_N = ids.flatten()
-    counts_E = torch.bincount(inside_N[(inside_N >= 0) & (inside_N < config.experts)], minlength=config.experts)
-    capacity = config.capacity(x.shape[0])
-    if capacity is not None:
-        counts_E = counts_E.clamp_max(capacity)
-    plan = layer.make_plan(layer.world.gather(counts_E.cpu().numpy().astype(np.int64)[None]))
-    return ids, weight, plan
+    if ids is None or weights is None:
+        routed = [unfused.gate(x, unfused.layer_weights(layer), config) for x in xs]
+        ids, weights = [one for one, _ in routed], [weight for _, weight in routed]
+    counts = []
+    for x, one in zip(xs, ids, strict=True):
+        inside_N = one.flatten()
+        counts_E = torch.bincount(inside_N[(inside_N >= 0) & (inside_N < config.experts)], minlength=config.experts)
+        capacity = config.capacity(x.shape[0])
+        counts.append(counts_E if capacity is None else counts_E.clamp_max(capacity))
+    plan = layer.make_plan(layer.world.gather(torch.stack(counts).cpu().numpy().astype(np.int64)))
+    return list(ids), list(weights), plan
 
 
 def check_weights(weights: unfused.ChainWeights, dtype: torch.dtype, device: torch.device) -> None:
@@ -358,13 +425,12 @@ def _launch(
     x: Tensor,
     ids: Tensor | None,
     weight: Tensor | None,
-    plan: Plan | None,
+    quota_PED: Tensor | None,
+    together: list[Callable[[int], None]] | None = None,
 ) -> Tensor:
+    """One forward of a rank: its tokens, ids and weights that were handed in, the experts that it holds."""
     bias = weights.selection_bias_E
     check_weights(weights, layer.config.torch_dtype, x.device)
-    quota = None
-    if plan is not None:
-        quota = torch.from_numpy(plan.quota_PED.astype(np.int32)).to(x.device)
     return engine.launch(
         x,
         _router(layer, weights.router_EH),
@@ -380,40 +446,88 @@ def _launch(
         expert_SK=ids,
         weight_SK=None if weight is None else weight.contiguous(),
         placement=layer.placement if engine.shape.placed else None,
-        quota_PED=quota,
+        quota_PED=quota_PED,
+        together=together,
     )
 
 
-def _fill(record: Record, engine: Engine, layer: MoELayer, tokens: int, plan: Plan | None, buffers: bool) -> None:
-    """Copy what the call left behind into the record."""
-    engine.check()
-    seen, config = engine.buffers(tokens), layer.config
-    counts_PE = seen.counts_PE.cpu().numpy().astype(np.int64)
+def _quota(plan: Plan, device: torch.device) -> Tensor:
+    """A plan as the kernel takes it."""
+    return torch.from_numpy(plan.quota_PED.astype(np.int32)).to(device)
+
+
+def _launch_together(
+    engines: LocalRanks,
+    layer: MoELayer,
+    weights: unfused.ChainWeights,
+    xs: Sequence[Tensor],
+    ids: Sequence[Tensor] | None,
+    given: Sequence[Tensor | None] | None,
+    plan: Plan | None,
+) -> list[Tensor]:
+    """One forward of every local rank; everything that needs memory or the device comes before the first launch."""
+    starts: list[Callable[[int], None]] = []
+    quota = None if plan is None else _quota(plan, xs[0].device)
+    none = [None] * len(xs)
+    of_ranks = zip(engines.engines, rank_weights(engines, layer, weights), xs, ids or none, given or none, strict=True)
+    ys = [_launch(engine, layer, own, x, one, weight, quota, starts) for engine, own, x, one, weight in of_ranks]
+    engines.start(starts)
+    return ys
+
+
+def rank_weights(engines: LocalRanks, layer: MoELayer, weights: unfused.ChainWeights) -> list[unfused.ChainWeights]:
+    """Parameters of each of several local ranks as its kernel takes them, slot after slot.
+
+    A simulated world's layer holds all E experts: a rank's are a view of them where they are neighbours (experts in
+    blocks), else a copy, made anew for each call.
+    """
+    experts = ("up_XUH", "down_XHD", "up_bias_XU", "down_bias_XH")
+    parts = {name: value.detach() for name in experts if (value := getattr(weights, name)) is not None}
+    return [
+        weights._replace(**{name: value[where] for name, value in parts.items()})
+        for where in engines.held(layer.placement)
+    ]
+
+
+def _fill(
+    record: Record, engines: LocalRanks, layer: MoELayer, tokens: Sequence[int], plan: Plan | None, buffers: bool
+) -> None:
+    """Copy what a call left behind into the record; tokens: S of every local rank."""
+    engines.check()
+    seen = [engine.buffers(size) for engine, size in zip(engines.engines, tokens, strict=True)]
+    first = seen[0]
+    # the same on every rank
+    counts_PE = first.counts_PE.cpu().numpy().astype(np.int64)
     if plan is None:
         # a pure function of the counts: what the kernel's solver found
         plan = layer.make_plan(counts_PE)
-    expert_SK = seen.expert_SK
-    record.routing = [Routing(expert_SK, seen.weight_SK.clone())]
-    record.before_PE = seen.before_PE.cpu().numpy().astype(np.int64)
+    record.routing = [Routing(one.expert_SK, one.weight_SK.clone()) for one in seen]
+    record.before_PE = first.before_PE.cpu().numpy().astype(np.int64)
     record.counts_PE = counts_PE
-    record.tokens_P = seen.tokens_P.cpu().numpy().astype(np.int64)
+    record.tokens_P = first.tokens_P.cpu().numpy().astype(np.int64)
     record.plan = plan
-    if seen.sent_PG is not None:
-        record.sent_PG = seen.sent_PG.cpu().numpy().astype(np.int64)
+    if first.sent_PG is not None:
+        record.sent_PG = first.sent_PG.cpu().numpy().astype(np.int64)
     if buffers:
-        stretches = engine.stretches(plan.quota_by_slot()[:, engine.heap.rank])
-        spread = [torch.arange(n, device=expert_SK.device) for _, _, n in stretches]
-        rows = torch.cat([first + n for (first, _, _), n in zip(stretches, spread, strict=True)])
-        hidden = torch.cat([first + n for (_, first, _), n in zip(stretches, spread, strict=True)])
-        record.rows_NH = [seen.rows_RH[rows]]
-        record.hidden_ND = [seen.hidden_RD[hidden]]
-        if seen.returned_NH is not None:
-            returned = seen.returned_NH.clone()
-            # masked routes have no returned row; zero is what the reference keeps there
-            returned[expert_SK.flatten() < 0] = 0
-            record.returned_NH = [returned.view(-1, config.hidden)]
-        if seen.results_RH is not None and seen.partial_NH is not None:
-            record.output_NH, record.partial_NH = [seen.results_RH[hidden]], [seen.partial_NH]
+        record.rows_NH, record.hidden_ND = [], []
+        returned_NH, output_NH, partial_NH = [], [], []
+        for engine, one in zip(engines.engines, seen, strict=True):
+            stretches = engine.stretches(plan.quota_by_slot()[:, engine.heap.rank])
+            spread = [torch.arange(n, device=one.expert_SK.device) for _, _, n in stretches]
+            rows = torch.cat([first + n for (first, _, _), n in zip(stretches, spread, strict=True)])
+            hidden = torch.cat([first + n for (_, first, _), n in zip(stretches, spread, strict=True)])
+            record.rows_NH.append(one.rows_RH[rows])
+            record.hidden_ND.append(one.hidden_RD[hidden])
+            if one.returned_NH is not None:
+                returned = one.returned_NH.clone()
+                # masked routes have no returned row; zero is what the reference keeps there
+                returned[one.expert_SK.flatten() < 0] = 0
+                returned_NH.append(returned.view(-1, layer.config.hidden))
+            if one.results_RH is not None and one.partial_NH is not None:
+                output_NH.append(one.results_RH[hidden])
+                partial_NH.append(one.partial_NH)
+        record.returned_NH = returned_NH or None
+        record.output_NH, record.partial_NH = output_NH or None, partial_NH or None
 
 
 class _FusedFunction(torch.autograd.Function):
@@ -435,7 +549,8 @@ class _FusedFunction(torch.autograd.Function):
     ) -> Tensor:
         x, weight, *parameters = _spread(present, there)
         assert x is not None
-        y = _launch(engine, layer, unfused.ChainWeights(*parameters), x, ids, weight, plan)
+        quota = None if plan is None else _quota(plan, x.device)
+        y = _launch(engine, layer, unfused.ChainWeights(*parameters), x, ids, weight, quota)
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
         chosen = kept = ids
         if chosen is None or kept is None or engine.shape.drops:
@@ -448,22 +563,72 @@ class _FusedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         chosen, kept, *saved = ctx.saved_tensors
-        layer, config = ctx.layer, ctx.layer.config
-        _, ranks, group = unfused.group_of(layer)
         # the selection bias is a buffer that chooses and never weighs: it has no gradient
-        needed: list[Any] = [t.detach().requires_grad_(True) for t in saved]
-        x, weight, *parameters = _spread(needed, ctx.there)
+        needed = [t.detach().requires_grad_(True) for t in saved]
         with torch.enable_grad():
-            weights = unfused.ChainWeights(*parameters)
-            if ctx.given:
-                used = weight
-            else:
-                used = unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
-            # the forward's plan: the one that was handed in, or the same function of the same counts
-            planner = (lambda counts_PE: ctx.plan or layer.make_plan(counts_PE)) if ctx.placed else None
-            routes = unfused.make_routes(kept, config, group, ranks, planner)
-            y = unfused.compute(x, used, routes, weights, config, group, ranks)
+            x, weight, *parameters = _spread(needed, ctx.there)
+            y = _recompute(ctx, chosen, kept, x, weight, parameters, unfused.group_of(ctx.layer))
         return (None,) * 5 + torch.autograd.grad(y, needed, grads[0], allow_unused=True)
+
+
+class _TogetherFunction(torch.autograd.Function):
+    """`_FusedFunction` of several ranks on one GPU: a result and x of each, then their handed-in weights.
+
+    The backward is the chain of one rank with all tokens and all experts: a token's result doesn't depend on where it
+    is computed, and an expert's replicas are one parameter here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engines: LocalRanks,
+        layer: MoELayer,
+        plan: Plan | None,
+        ids: list[Tensor] | None,
+        there: list[bool],
+        *present: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.count = count = len(engines.engines)
+        tensors = _spread(present, there)
+        xs, weights = [t for t in tensors[:count] if t is not None], tensors[count : 2 * count]
+        ys = _launch_together(engines, layer, unfused.ChainWeights(*tensors[2 * count :]), xs, ids, weights, plan)
+        chosen = kept = ids
+        if chosen is None or kept is None or engines.shape.drops:
+            pairs = [engine.expert_ids(x.shape[0]) for engine, x in zip(engines.engines, xs, strict=True)]
+            chosen, kept = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
+        ctx.there = there
+        ctx.save_for_backward(torch.cat(chosen), torch.cat(kept), *present)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (chosen, kept, *saved), count = ctx.saved_tensors, ctx.count
+        needed = [t.detach().requires_grad_(True) for t in saved]
+        with torch.enable_grad():
+            tensors: list[Any] = _spread(needed, ctx.there)
+            x, weight = torch.cat(tensors[:count]), torch.cat(tensors[count : 2 * count]) if ctx.given else None
+            y = _recompute(ctx, chosen, kept, x, weight, tensors[2 * count :], (0, 1, None))
+        return (None,) * 5 + torch.autograd.grad(y, needed, torch.cat(grads), allow_unused=True)
+
+
+def _recompute(
+    ctx: Any,
+    chosen: Tensor,
+    kept: Tensor,
+    x: Any,
+    weight: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    chain: tuple[int, int, Any],
+) -> Tensor:
+    """The forward by the unfused chain, with the routing that the kernel had. chain: its rank, ranks and group."""
+    layer, config, weights = ctx.layer, ctx.layer.config, unfused.ChainWeights(*parameters)
+    _, ranks, group = chain
+    used = weight if ctx.given else unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
+    # the forward's plan: the one that was handed in, or the same function of the same counts
+    planner = (lambda counts_PE: ctx.plan or layer.make_plan(counts_PE)) if ctx.placed else None
+    routes = unfused.make_routes(kept, config, group, ranks, planner)
+    return unfused.compute(x, used, routes, weights, config, group, ranks)
 
 
 def _spread(present: Sequence[Tensor], there: list[bool]) -> list[Tensor | None]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,6 +77,26 @@ def current_stream(device: torch.device) -> int:
 
 DEADLINE_S = 10.0
 """Default deadline of every wait inside the kernel."""
+LEAST_BLOCKS = {"tickets": 1, "os_block": 2, "spare_warps": 5}
+"""Blocks that a launch has at least, by scheduler: one block whose spare warp sends rows, and what the scheduler takes:
+the OS block, or the spare warps of the first four blocks (one Scheduler, three Subscribers)."""
+
+
+def blocks_per_rank(multiprocessors: int, ranks: int, scheduler: str) -> int:
+    """Blocks of each rank's kernel where `ranks` ranks share a GPU: SMs // P, for a block takes a whole SM.
+
+    Every rank's kernel waits for all others, so all of them must be on the GPU at one time.
+
+    Raises:
+        UsageError: too many ranks for that, or for the scheduler.
+    """
+    blocks, least = multiprocessors // ranks, LEAST_BLOCKS[scheduler]
+    if blocks < least:
+        raise UsageError(
+            f"{ranks} ranks on a GPU of {multiprocessors} SMs leave {blocks} block{'s' * (blocks != 1)} for each "
+            f"rank's kernel, scheduler={scheduler!r} needs {least}: at most {multiprocessors // least} ranks"
+        )
+    return blocks
 
 
 class MegakernelError(RuntimeError):
@@ -93,7 +115,7 @@ class MegakernelInputError(MegakernelError, ValueError):
 
 
 CHANGING = (
-    "x", "y", "tokens", "stream", "given", "given_expert", "given_weight", "router", "first", "second", "slots", "bias",
+    "stream", "x", "y", "tokens", "given", "given_expert", "given_weight", "router", "first", "second", "slots", "bias",
     "router_bias", "first_bias", "second_bias", "shared_first", "shared_second", "shared_gate", "deadline", "placement",
     "planned", "quota", "capacity",
 )  # fmt: skip
@@ -140,13 +162,13 @@ class Call:
         self._keep = (function, executor, arguments, adapted)
         self._write = struct.Struct(f"<{len(CHANGING)}q").pack_into
 
-    def __call__(self, *values: int) -> None:
-        """Launch with the values of `CHANGING`, in its order.
+    def __call__(self, stream: int, values: tuple[int, ...]) -> None:
+        """Launch on a stream, with the other values of `CHANGING` in its order.
 
         Raises:
             MegakernelError: CUDA refused the launch.
         """
-        self._write(self._cells, 0, *values)
+        self._write(self._cells, 0, stream, *values)
         self._run(self._packed)
         if self._result.value:
             from cuda.bindings.runtime import cudaError_t
@@ -189,15 +211,25 @@ class Engine:
         heap: symmetric memory of `heap_bytes(shape, max_tokens)` bytes.
         max_tokens: largest S.
         deadline_s: of every wait in the kernel.
+        blocks: of the launch, which are all on the GPU at one time; by default all SMs, or this rank's share of them
+            where several ranks' heaps are on one GPU. No result depends on it.
 
     Raises:
-        UsageError: the device isn't a Hopper GPU, or the heap is too small.
+        UsageError: the device isn't a Hopper GPU, the heap is too small, there are too few blocks, or the ranks of one
+            GPU were to put with signals.
     """
 
     _ids: Tensor | None = None
     """Where the ids of calls of one S lie, int32 [S, K]."""
 
-    def __init__(self, shape: KernelShape, heap: Heap, max_tokens: int, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        shape: KernelShape,
+        heap: Heap,
+        max_tokens: int,
+        deadline_s: float = DEADLINE_S,
+        blocks: int | None = None,
+    ) -> None:
         self.shape, self.heap, self.max_tokens = shape, heap, max_tokens
         self.deadline_s = deadline_s
         device = heap.device
@@ -207,7 +239,17 @@ class Engine:
                 f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the megakernel uses "
                 "wgmma and TMA and needs 9.0 (H100, H200)"
             )
-        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        if shape.put and heap.on_one_gpu:
+            raise UsageError('transport="put_signal" is between GPUs; ranks on one GPU store into each other: "stores"')
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.blocks = blocks_per_rank(multiprocessors, heap.ranks if heap.on_one_gpu else 1, shape.scheduler)
+        if blocks is not None:
+            if not LEAST_BLOCKS[shape.scheduler] <= blocks <= self.blocks:
+                raise UsageError(
+                    f"{blocks} blocks were asked for, expected {LEAST_BLOCKS[shape.scheduler]} to {self.blocks} with "
+                    f"scheduler={shape.scheduler!r}"
+                )
+            self.blocks = blocks
         self.in_heap, heap_bytes = heap_regions(shape, max_tokens)
         if heap.size < heap_bytes:
             raise UsageError(
@@ -275,6 +317,7 @@ class Engine:
         placement: Placement | None = None,
         quota_PED: Tensor | None = None,
         out: Tensor | None = None,
+        together: list[Callable[[int], None]] | None = None,
     ) -> Tensor:
         """Enqueue one forward on the current stream; one kernel, nothing else. Returns y [S, H].
 
@@ -283,6 +326,8 @@ class Engine:
         shapes that have them. expert_SK int64 and weight_SK fp32 hand the routing in. placement: which slot holds what,
         for shapes with replicas; its first launch copies its tables to the device. quota_PED: int32 on the device, the
         same on every rank: a plan instead of the kernel's own; it must stay as it is until the call has ended.
+        together: instead of enqueuing the kernel append a function that does it, given a stream's handle: of ranks on
+        one GPU none may be launched before all can be, see `local_ranks.side_by_side`.
 
         Raises:
             UsageError: S over max_tokens, or a placement or plan that isn't of the shape's sizes.
@@ -297,11 +342,10 @@ class Engine:
         if self._placed or placement is not None or quota_PED is not None:
             at, planned, quota = self._replica_arguments(placement, quota_PED)
         spare = self._spare
-        self._call(
+        values = (
             x_SH.data_ptr() if tokens else spare,
             y_SH.data_ptr() if tokens else spare,
             tokens,
-            current_stream(self._device),
             0 if expert_SK is None else 1,
             spare if expert_SK is None else expert_SK.data_ptr(),
             spare if weight_SK is None else weight_SK.data_ptr(),
@@ -323,8 +367,21 @@ class Engine:
             quota,
             self.shape.capacity(tokens) if self._drops else 0,
         )
-        self.calls += 1
+        if together is None:
+            self._call(current_stream(self._device), values)
+            self.calls += 1
+        else:
+            tensors = (
+                x_SH, router_EH, first_XUH, second_XHD, selection_bias_E, router_bias_E, first_bias_XU, second_bias_XH,
+                shared_first_VH, shared_second_HW, shared_gate_1H, expert_SK, weight_SK, quota_PED,
+            )  # fmt: skip
+            together.append(partial(self._start, tensors, values))
         return y_SH
+
+    def _start(self, _tensors: tuple[Tensor | None, ...], values: tuple[int, ...], stream: int) -> None:
+        """Enqueue the kernel, whose tensors nobody may free and allocate anew before."""
+        self._call(stream, values)
+        self.calls += 1
 
     def tables(self, placement: Placement) -> Tensor:
         """The kernel's tables of a placement on the device, int32: rank [E, D], then what each slot holds, [P, X]."""
@@ -376,17 +433,39 @@ class Engine:
         Raises:
             MegakernelTimeout, MegakernelInputError: what a call that has ended reported.
         """
-        if not self._reported[0] and not self._reported[7]:
-            return
+        if self._reported[0] or self._reported[7]:
+            error = self.failure()
+            if error is not None:
+                raise error
+
+    @property
+    def reported(self) -> bool:
+        """Whether the error record holds anything."""
+        return bool(self._reported[0] or self._reported[7])
+
+    def waited(self) -> str | None:
+        """Who waited for what, and how far that was, if a wait ran past the deadline."""
         from moe_fast.kernel.signals import ROLES, WAITS
 
-        code, rank, role, wait, index, seen, expected, status = self.record.tolist()
-        if code:
-            raise MegakernelTimeout(
-                f"rank {rank}, {ROLES[role]}: waited more than {self.deadline_s:g} s for {WAITS[wait]} {index}, "
-                f"saw {seen}, expected {expected}; every rank must make the call, within MOE_REF_DEADLINE_S of the "
-                "first; to go on, call Engine.recover() on every rank"
+        code, rank, role, wait, index, seen, expected, _ = self.record.tolist()
+        if not code:
+            return None
+        return (
+            f"rank {rank}, {ROLES[role]}: waited more than {self.deadline_s:g} s for {WAITS[wait]} {index}, "
+            f"saw {seen}, expected {expected}"
+        )
+
+    def failure(self) -> MegakernelError | None:
+        """What a call that has ended reported, as an error; wrong input is told once."""
+        if not self.reported:
+            return None
+        waited = self.waited()
+        if waited:
+            return MegakernelTimeout(
+                f"{waited}; every rank must make the call, within MOE_REF_DEADLINE_S of the first; to go on, call "
+                "Engine.recover() on every rank"
             )
+        status = int(self.record[7])
         what = [
             text
             for bit, text in (
@@ -402,7 +481,7 @@ class Engine:
         ]
         # the kernel's state is sound after wrong input, so the next call may come
         self.record.zero_()
-        raise MegakernelInputError(f"on some rank: {'; '.join(what)}")
+        return MegakernelInputError(f"on some rank: {'; '.join(what)}")
 
     def check(self) -> None:
         """Wait for the current stream, then raise what the kernel reported."""

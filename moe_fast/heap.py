@@ -1,8 +1,9 @@
 """Symmetric memory: one allocation that every rank maps, carved up by `moe_fast.kernel.shapes.heap_regions`.
 
-One process needs no NVSHMEM: its heap is ordinary device memory. Several processes take theirs from NVSHMEM's symmetric
-heap through nvshmem4py, started from the torch.distributed process group: rank 0 makes a unique id, its bytes are
-broadcast, everyone joins. On one host every peer's heap is mapped, so the kernel stores into it directly.
+One process needs no NVSHMEM: its heap is ordinary device memory, and so are the heaps of several ranks that it runs
+side by side on one GPU. Several processes take theirs from NVSHMEM's symmetric heap through nvshmem4py, started from
+the torch.distributed process group: rank 0 makes a unique id, its bytes are broadcast, everyone joins. On one host
+every peer's heap is mapped, so the kernel stores into it directly.
 
 NVSHMEM's symmetric heap has a size of its own, fixed at start-up (NVSHMEM_SYMMETRIC_SIZE): it is set from the layer's
 formula before the first start, and a layer that doesn't fit is refused with both numbers.
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ref.errors import BackendUnavailable, UsageError
+from moe_ref.layout import align_up
 
 MINIMUM_NVSHMEM = (3, 6)
 """Host library that this package's device bindings were tested with, at least."""
@@ -37,6 +39,7 @@ class Heap:
         memory: uint8, zeroed.
         peers: int64 [P] on the device: where each rank's heap is mapped in this process.
         rank, ranks: place in the group.
+        on_one_gpu: whether the heaps of all ranks are this process', on this GPU.
     """
 
     memory: Tensor
@@ -46,6 +49,7 @@ class Heap:
     group: Any = None
     keep: list[Any] = field(default_factory=list)
     linked: list[Any] = field(default_factory=list)
+    on_one_gpu: bool = False
 
     @property
     def base(self) -> int:
@@ -62,8 +66,8 @@ class Heap:
         return self.memory.device
 
     def barrier(self) -> None:
-        """Host barrier of all ranks."""
-        if self.ranks > 1:
+        """Host barrier of all ranks; those of one process need none."""
+        if self.ranks > 1 and not self.on_one_gpu:
             dist.barrier(self.group)
 
     def link(self, function: Any, version: Sequence[int] | None) -> None:
@@ -88,7 +92,7 @@ class Heap:
 
     def close(self) -> None:
         """Give the memory back; collective."""
-        if self.ranks > 1:
+        if self.ranks > 1 and not self.on_one_gpu:
             import nvshmem.core as nvshmem
 
             torch.cuda.synchronize(self.device)
@@ -107,8 +111,30 @@ class Heap:
 
 def local_heap(size: int, device: torch.device) -> Heap:
     """Heap of a single rank: ordinary device memory."""
-    memory = torch.zeros(size, dtype=torch.uint8, device=device)
-    return Heap(memory, torch.tensor([memory.data_ptr()], dtype=torch.int64, device=device))
+    return local_heaps(size, device, 1)[0]
+
+
+def local_heaps(size: int, device: torch.device, ranks: int) -> list[Heap]:
+    """Heaps of `ranks` ranks that share a GPU and this process, in rank order: one allocation of device memory.
+
+    size: bytes of one heap.
+
+    Raises:
+        UsageError: several heaps don't fit into the GPU's memory.
+    """
+    # every heap begins where its tiles may: on a multiple of what `shapes.regions` aligns to
+    stride = align_up(size, 1024)
+    try:
+        memory = torch.zeros(ranks, stride, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        if ranks == 1:
+            raise
+        raise UsageError(
+            f"{ranks} ranks on one GPU need {ranks} symmetric heaps of {size} bytes ({' '.join(str(error).split())}); "
+            "lower max_tokens or the number of ranks"
+        ) from error
+    peers = torch.tensor([part.data_ptr() for part in memory], dtype=torch.int64, device=device)
+    return [Heap(memory[rank, :size], peers, rank, ranks, on_one_gpu=ranks > 1) for rank in range(ranks)]
 
 
 _started: dict[str, Any] = {}

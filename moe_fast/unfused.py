@@ -354,7 +354,8 @@ def group_of(layer: MoELayer) -> tuple[int, int, Any]:
         return world.rank, world.num_ranks, world.group
     if world.num_ranks != 1:
         raise UsageError(
-            f"this backend runs one rank per process, the layer simulates {world.num_ranks}; use --ranks 1 or torchrun"
+            f"this backend runs one rank per process, the layer simulates {world.num_ranks}; use --ranks 1 or torchrun "
+            '(backend="fused" runs several ranks on one GPU)'
         )
     return 0, 1, None
 

@@ -21,6 +21,7 @@ from moe_fast import backend, compiler, engine, unfused
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.local_ranks import LocalRanks
 from moe_ref.layer import MoELayer
 from moe_ref.world import DistributedWorld
 
@@ -101,9 +102,9 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     """
     compiler.import_cutlass()
     function, zeros = compiled_function(called or nothing()), torch.zeros
-    engines: dict[tuple, Engine] = {}
+    engines: dict[tuple, LocalRanks] = {}
 
-    def find(layer: MoELayer, scheduler: str, transport: str) -> Engine:
+    def find(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks:
         _, ranks, _ = unfused.group_of(layer)
         config = layer.config
         shape = KernelShape.from_config(
@@ -113,7 +114,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
         if key not in engines:
             memory = zeros(heap_regions(shape, config.max_tokens)[1], dtype=torch.uint8)
             heap = Heap(memory, zeros(ranks, dtype=torch.int64), layer.world.local_ranks[0], ranks)
-            engines[key] = Engine(shape, heap, config.max_tokens)
+            engines[key] = LocalRanks([Engine(shape, heap, config.max_tokens)])
         return engines[key]
 
     def unpinned(*sizes: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:

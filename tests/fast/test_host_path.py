@@ -53,12 +53,18 @@ def tokens(count: int = 8, **more) -> torch.Tensor:
     return torch.zeros(count, CONFIG.hidden, dtype=torch.bfloat16, **more)
 
 
+def engine_of(layer: MoELayer) -> engine.Engine:
+    only = backend.engine_for(layer).only
+    assert only is not None
+    return only
+
+
 def check(launches: Launches, layer: MoELayer, x: torch.Tensor, **given) -> torch.Tensor:
     """One call passes exactly this layer's, this batch's and its engine's values; returns y."""
     before = len(launches)
     y = layer(x, **given)
     assert len(launches) == before + 1
-    got, used = launches[-1], backend.engine_for(layer)
+    got, used = launches[-1], engine_of(layer)
     spare, router, shared = used.workspace.data_ptr(), layer.router, layer.shared_expert
 
     def at(value: torch.Tensor | None) -> int:
@@ -221,7 +227,7 @@ def test_what_decides_the_engine(launches, monkeypatch) -> None:
 
     def call() -> None:
         check(launches, layer, tokens())
-        seen.append(backend.engine_for(layer))
+        seen.append(engine_of(layer))
 
     call()
     monkeypatch.setenv("MOE_REF_SCHEDULER", "tickets")
@@ -234,7 +240,7 @@ def test_what_decides_the_engine(launches, monkeypatch) -> None:
     call()
     layer.router.weight = nn.Parameter(layer.router.weight.detach().float())
     layer(tokens())
-    seen.append(backend.engine_for(layer))
+    seen.append(engine_of(layer))
     assert seen[-1].shape.fp32_router
     assert len({id(one) for one in seen}) == len(seen)
     layer.router.bfloat16()
@@ -370,7 +376,7 @@ def test_gradients_are_those_of_the_reference(launches) -> None:
     with torch.no_grad():
         ids_SK = twin.gate(x).expert_SK
     layer(x)
-    used = backend.engine_for(layer)
+    used = engine_of(layer)
     used.view(used.workspace, used.in_workspace["expert"], torch.int32)[:16] = ids_SK.flatten().int()
     for handed in (False, True):
         weight = torch.rand(8, 2, generator=torch.Generator().manual_seed(4)).requires_grad_()
@@ -395,7 +401,7 @@ def test_gradients_are_those_of_the_reference(launches) -> None:
 def test_ids_of_every_number_of_tokens(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     layer(tokens())
-    used = backend.engine_for(layer)
+    used = engine_of(layer)
     for count in (8, 3, 8):
         written = torch.arange(count * 2) + count
         used.view(used.workspace, used.in_workspace["expert"], torch.int32)[: count * 2] = written.int()
@@ -407,8 +413,8 @@ def test_a_record_is_fetched_once_and_only_when_it_is_read(launches, monkeypatch
     layer = MoELayer(CONFIG, backend="fused")
     filled = []
 
-    def fill(record, used, of, count, plan, buffers) -> None:
-        filled.append(count)
+    def fill(record, used, of, counts, plan, buffers) -> None:
+        filled.extend(counts)
         record.counts_PE, record.routing = np.array([[1]]), [None]
 
     monkeypatch.setattr(backend, "_fill", fill)
@@ -442,7 +448,7 @@ def test_what_cuda_refuses_is_an_error(launches) -> None:
 def test_what_an_earlier_call_reported_is_raised(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
-    used = backend.engine_for(layer)
+    used = engine_of(layer)
     used.record[7] = 1
     with pytest.raises(engine.MegakernelInputError, match="a logit of the gate is not finite"):
         layer(tokens())
@@ -456,9 +462,9 @@ def test_what_an_earlier_call_reported_is_raised(launches) -> None:
 def test_a_write_that_failed_is_made_up_for(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
-    used = backend.engine_for(layer)
+    used = engine_of(layer)
     with pytest.raises(struct.error):
-        used._call(*range(len(engine.CHANGING) - 1), "no number")
+        used._call(0, (*range(len(engine.CHANGING) - 2), "no number"))
     check(launches, layer, tokens())
 
 
@@ -474,7 +480,7 @@ def test_under_torch_compile(launches, monkeypatch) -> None:
             lambda: monkeypatch.setenv("MOE_REF_SCHEDULER", "tickets"),
         ):
             change()
-            used = backend.engine_for(layer)
+            used = engine_of(layer)
             x = tokens()
             y = compiled(x)
             got = launches[-1]
@@ -503,7 +509,7 @@ def test_the_dsl_reads_the_arguments_where_they_are_written() -> None:
     call = engine.Call(function, fixed)
     for base in (100, 300, 300):
         values = tuple(range(base, base + len(engine.CHANGING)))
-        call(*values)
+        call(values[0], values[1:])
         got = dict(zip(argument_names(), told.tolist(), strict=False))
         want = {**dict(zip(engine.CHANGING, values, strict=True)), **fixed}
         want.pop("stream")

@@ -202,6 +202,45 @@ def uneven(ranks: int) -> list[Case]:
     return [replace(case, experts=max(case.experts, ranks + 1) if ranks > 2 else case.experts) for case in UNEVEN]
 
 
+PLACES = (
+    ("compact", None, {}), ("compact", None, TOKENS_ON_WIRE), ("fixed", 1.0, {}), ("compact", 0.5, {}),
+    ("compact", 0.5, TOKENS_ON_WIRE),
+)  # fmt: skip
+"""Layout, capacity factor and wire format, as far as they go together."""
+SEVERAL_AXES = [PLACES, TOP_K, (8, 60, 128, 256), SCHEDULERS, REPLICAS, DTYPES]
+SEVERAL = covering(SEVERAL_AXES)
+"""Shapes of the matrix of more than two ranks: every pair of what decides who sends what where, while activations,
+gates, forms and sizes take turns."""
+SEVERAL_TOKENS = (0, 1, 45, 127, 128, 129, 1000)
+
+
+def several_cases(number: int, ranks: int) -> list[Case]:
+    """Cases of shape `number` on `ranks` ranks, each with another routing and another S on every rank."""
+    (layout, capacity_factor, wire), top_k, experts, scheduler, replicas, dtype = SEVERAL[number]
+    turn, count = number + ranks, 3 if ranks < 8 else 2
+    activation, gated = ACTIVATIONS[turn % len(ACTIVATIONS)]
+    scoring, renormalize, scale, bias, more = GATES[(turn + number // 6) % len(GATES)]
+    hidden, intermediate = SIZES[(turn + number // 3) % len(SIZES)]
+    groups = more.get("num_groups", 1)
+    form = {**more, **FORMS[(2 * turn + number // 6) % len(FORMS)], **wire}
+    if groups > 1:
+        form["top_groups"] = groups // 2 if top_k <= experts // 2 else groups
+    activation, gated = form.pop("activation", activation), form.pop("gated", gated)
+    out = []
+    for i in range(count):
+        at = number * count + i
+        tokens = tuple(SEVERAL_TOKENS[(at + 3 * p) % len(SEVERAL_TOKENS)] for p in range(ranks))
+        routing = ROUTINGS[(at + at // len(SEVERAL_TOKENS)) % len(ROUTINGS)]
+        out.append(
+            Case(
+                hidden, intermediate, experts, top_k, activation, gated, dtype, tokens, routing, scheduler, scoring,
+                renormalize, scale, bias, max_tokens=1024, form=form, fp32_router=groups > 1 and dtype != "float32",
+                replicas=replicas, layout=layout, capacity_factor=capacity_factor,
+            )
+        )  # fmt: skip
+    return out
+
+
 LARGE = Case(
     4096, 2048, 16, 8, "silu", True, "bfloat16", (131_072,), scheduler="spare_warps", max_tokens=131_072
 )  # fmt: skip
@@ -238,6 +277,20 @@ BLOCKS = dict.fromkeys(
 def heap_bytes(ranks: int) -> int:
     """NVSHMEM's heap for the scenarios: several engines of layers of very different sizes share it."""
     return max(12, 3 * ranks) << 30
+
+
+def several_shapes(ranks: int) -> list:
+    """Every kernel that the tests of several ranks on one GPU need; of two ranks those that two GPUs need, too."""
+    from moe_fast.kernel.shapes import KernelShape
+
+    numbers = range(len(SHAPES if ranks == 2 else SEVERAL))
+    chosen = [cases_of(n)[0] if ranks == 2 else several_cases(n, ranks)[0] for n in numbers]
+    chosen = [case for case in chosen if case.transport == "stores"]
+    chosen += [SMALL, TINY, replace(SMALL, replicas="mixed"), WIRE[3], *uneven(ranks)]
+    shapes = [case.shape(ranks) for case in chosen]
+    for changes in (WIRE_LAYER, {"capacity_factor": 0.7}):
+        shapes.append(KernelShape.from_config(MoEConfig(**{**LAYER, **changes}), ranks, "spare_warps"))
+    return list(dict.fromkeys(shapes))
 
 
 def all_shapes(ranks: int, trace: bool = True) -> list:

@@ -1,5 +1,5 @@
-"""Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [bench] [trace]
-[scaling] [balance] [transports] [wire]; RANKS: numbers of ranks, separated by commas."""
+"""Compile in parallel what the GPU tests and the benchmark need: compile_all.py RANKS [tests] [several] [bench]
+[trace] [scaling] [balance] [transports] [wire]; RANKS: numbers of ranks, separated by commas."""
 
 import os
 import sys
@@ -48,6 +48,8 @@ def main() -> None:
     for ranks in map(int, sys.argv[1].split(",")):
         if "tests" in what:
             shapes += cases.all_shapes(ranks)
+        if "several" in what and ranks > 1:
+            shapes += cases.several_shapes(ranks)
         for config in LAYERS.values():
             for scheduler in os.environ.get("SCHEDULERS", "spare_warps").split(","):
                 if "bench" in what:

@@ -10,6 +10,8 @@ Letters: S tokens of a rank, H hidden, E experts, K choices, P ranks, X local sl
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +20,9 @@ import torch.nn.functional as F
 
 from moe_fast import unfused
 from moe_fast.engine import Buffers, Engine, router_parts
-from moe_fast.heap import local_heap, symmetric_heap
+from moe_fast.heap import local_heap, local_heaps, symmetric_heap
 from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.local_ranks import LocalRanks
 from moe_ref import balance
 from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
@@ -117,19 +120,39 @@ class Case:
         )
 
 
+_seat: tuple[int, int] | None = None
+
+
+@contextmanager
+def seat(rank: int, ranks: int) -> Iterator[None]:
+    """Whatever is asked for this process' rank, it is this one, of `ranks` that share its GPU."""
+    global _seat
+    before, _seat = _seat, (rank, ranks)
+    try:
+        yield
+    finally:
+        _seat = before
+
+
 def rank_and_size() -> tuple[int, int]:
-    """Place in the process group; (0, 1) without one."""
+    """Place in the process group, or the seat taken; else (0, 1)."""
+    if _seat is not None:
+        return _seat
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 _engines: dict = {}
+_groups: dict = {}
 
 
 def close_engines() -> None:
     """Free every engine that is kept; collective."""
     for engine in _engines.values():
         engine.heap.close()
+    for group in _groups.values():
+        group.close()
     _engines.clear()
+    _groups.clear()
 
 
 def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
@@ -146,6 +169,19 @@ def engine_for(case: Case, deadline_s: float = 5.0) -> Engine:
         _engines[key] = Engine(shape, heap, case.max_tokens, deadline_s)
         heap.barrier()
     return _engines[key]
+
+
+def group_for(case: Case, ranks: int, deadline_s: float = 5.0, blocks: int | None = None) -> LocalRanks:
+    """Engines of a case on `ranks` ranks that share this GPU, kept like `engine_for`'s. blocks: of each rank."""
+    shape = case.shape(ranks)
+    key = (shape, case.max_tokens, blocks)
+    if key not in _groups:
+        if len(_groups) >= 6:
+            close_engines()
+        size, device = heap_regions(shape, case.max_tokens)[1], torch.device("cuda", torch.cuda.current_device())
+        heaps = local_heaps(size, device, ranks)
+        _groups[key] = LocalRanks([Engine(shape, heap, case.max_tokens, deadline_s, blocks) for heap in heaps])
+    return _groups[key]
 
 
 @dataclass
@@ -205,6 +241,27 @@ def launch(
         first_bias_XU=weights.up_bias_XU, second_bias_XH=weights.down_bias_XH, shared_first_VH=weights.shared_up_VH,
         shared_second_HW=weights.shared_down_HW, shared_gate_1H=weights.shared_gate_1H, **more,
     )  # fmt: skip
+
+
+def launch_together(
+    group: LocalRanks,
+    inputs: Inputs,
+    absent: Sequence[int] = (),
+    held: Sequence[unfused.ChainWeights] | None = None,
+    **more: Sequence,
+) -> list[torch.Tensor]:
+    """One call of ranks that share a GPU, all but the absent ones; more: of every rank what `launch` takes."""
+    starts: list = []
+    ranks = range(len(group.engines))
+    held = held or [inputs.chain(inputs.placement.experts_of_rank[rank]) for rank in ranks]
+    out = []
+    for rank in ranks:
+        own = {name: values[rank] for name, values in more.items()}
+        mine: list = []
+        out.append(launch(group.engines[rank], inputs, rank, weights=held[rank], together=mine, **own))
+        starts += [] if rank in absent else mine
+    group.start(starts)
+    return out
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -323,15 +380,41 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
     """One call, every named buffer compared; returns the relative error of each, raises AssertionError."""
     engine = engine or engine_for(case)
     inputs = make_inputs(case, seed)
+    rank, _ = rank_and_size()
+    if poison:
+        engine.poison()
+    y = torch.full_like(inputs.x[rank], float("nan"))
+    launch(engine, inputs, rank, out=y)
+    engine.check()
+    return compare_case(case, inputs, engine, y)
+
+
+def run_together(case: Case, ranks: int, seed: int = 0, group: LocalRanks | None = None) -> dict[str, float]:
+    """`run_case` of `ranks` ranks that share this GPU; of every buffer the largest relative error of any rank."""
+    group = group or group_for(case, ranks)
+    with seat(0, ranks):
+        inputs = make_inputs(case, seed)
+    group.poison()
+    ys = [torch.full_like(x, float("nan")) for x in inputs.x]
+    launch_together(group, inputs, out=ys)
+    group.check()
+    everyone = [engine.buffers(len(x)).expert_SK.long() for engine, x in zip(group.engines, inputs.x, strict=True)]
+    worst: dict[str, float] = {}
+    for rank, (engine, y) in enumerate(zip(group.engines, ys, strict=True)):
+        with seat(rank, ranks):
+            for name, value in compare_case(case, inputs, engine, y, everyone).items():
+                worst[name] = max(worst.get(name, 0.0), value)
+    return worst
+
+
+def compare_case(
+    case: Case, inputs: Inputs, engine: Engine, y: torch.Tensor, everyone: list[torch.Tensor] | None = None
+) -> dict[str, float]:
+    """What a call left behind on this rank, every named buffer; everyone: all ranks' ids, if they are here."""
     rank, ranks = rank_and_size()
     c, dtype = case.config, case.config.torch_dtype
     placement = case.placement(ranks)
-    if poison:
-        engine.poison()
     x = inputs.x[rank]
-    y = torch.full_like(x, float("nan"))
-    launch(engine, inputs, rank, out=y)
-    engine.check()
     got = engine.buffers(x.shape[0])
     errors: dict[str, float] = {}
     limit = TOLERANCE[dtype]
@@ -353,7 +436,7 @@ def run_case(case: Case, seed: int = 0, engine: Engine | None = None, poison: bo
             )
             errors["weight"] = relative(got.weight_SK, gate_weights(case, logits, mine))
             assert errors["weight"] < GATE_TOLERANCE[dtype], errors
-        all_ids = gather_ids(got.expert_SK, inputs, ranks)
+        all_ids = everyone or gather_ids(got.expert_SK, inputs, ranks)
     else:
         assert torch.equal(got.chosen_SK, inputs.expert[rank])
         all_ids = [within_capacity(ids, c.capacity(len(ids))) for ids in inputs.expert]
@@ -579,12 +662,15 @@ def unfused_result(
     c = case.config
     if not plan.rank_loads.all() or any(x.shape[0] == 0 for x in inputs.x):
         return None
-    weights = inputs.chain(plan.placement.experts_of_rank[rank])
-    planner = None if case.replicas == "none" or ranks == 1 else lambda counts: plan
-    routes = unfused.make_routes(all_ids[rank], c, None, ranks, planner)
+    # of ranks that share a GPU each computes its tokens' results alone
+    held = plan.placement.experts_of_rank[rank] if _seat is None else tuple(range(c.experts))
+    others = ranks if _seat is None else 1
+    weights = inputs.chain(held)
+    planner = None if case.replicas == "none" or others == 1 else lambda counts: plan
+    routes = unfused.make_routes(all_ids[rank], c, None, others, planner)
     masked = torch.where(all_ids[rank] >= 0, weight, torch.zeros_like(weight))
     with torch.no_grad():
-        return unfused.compute(inputs.x[rank], masked, routes, weights, c, None, ranks)
+        return unfused.compute(inputs.x[rank], masked, routes, weights, c, None, others)
 
 
 def gather_ids(mine: torch.Tensor, inputs: Inputs, ranks: int) -> list[torch.Tensor]:

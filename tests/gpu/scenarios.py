@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cases
 import harness
+import one_gpu
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
 from moe_fast import backend, compiler, unfused
@@ -964,7 +965,7 @@ SCENARIOS = {
         special, uneven, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input, refused,
         traced, layer, training, train_fused, families, tf32, matrix, large, slow_start, replicas, timeout, small,
     )
-}  # fmt: skip
+} | one_gpu.SCENARIOS  # fmt: skip
 
 
 def main(names: list[str]) -> int:

@@ -34,7 +34,12 @@ EVERYWHERE = (
     "train_fused", "tf32", "matrix", "slow_start",
 )  # fmt: skip
 # The one that ends with a kernel's failure comes late.
-ONE_GPU = (*EVERYWHERE, "solving", "families", "large", "timeout", "layouts")
+SEVERAL_RANKS = (
+    "several_matrix", "several_uneven", "several_bits", "several_repeat", "several_streams", "several_graph",
+    "several_layers", "several_failures",
+)  # fmt: skip
+"""2, 4 and 8 ranks on one GPU."""
+ONE_GPU = (*EVERYWHERE, "solving", "families", "large", *SEVERAL_RANKS, "timeout", "layouts")
 HALF = ("matrix", "special", "uneven", "repeat", "graph", "traced", "tf32", "solving")
 """About half of one GPU's time."""
 SEVERAL_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
