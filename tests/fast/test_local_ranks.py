@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, without one: who gets which blocks, memory and weights, and in what order things are launched.
+"""Several ranks on one GPU, without one: who gets which blocks, memory and weights, and what is launched when.
 
 Engines and layers are the real ones, on the CPU; a stand-in for the compiled function reads what a launch hands over at
 the addresses it is told, and does the layer's arithmetic with it once every rank has been launched.
@@ -7,6 +7,7 @@ the addresses it is told, and does the layer's arithmetic with it once every ran
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_heaps_of_one_gpu_lie_side_by_side():
     heaps = local_heaps(5000, CPU, 3)
     spans = [(one.base, one.base + one.size) for one in heaps]
     assert all(end - begin == 5000 for begin, end in spans)
-    assert all(a[1] <= b[0] and (b[0] - a[0]) % 1024 == 0 for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] and (b[0] - a[0]) % 1024 == 0 for a, b in pairwise(spans))
     for rank, one in enumerate(heaps):
         assert (one.rank, one.ranks, one.on_one_gpu) == (rank, 3, True)
         assert one.peers.tolist() == [begin for begin, _ in spans]
@@ -181,7 +182,7 @@ def test_a_launch_that_fails_leaves_the_streams_joined(streams):
 
 def test_blocking_launches_are_refused(streams, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(UsageError, match="CUDA_LAUNCH_BLOCKING=1 .* 2 ranks"):
+    with pytest.raises(UsageError, match=r"CUDA_LAUNCH_BLOCKING=1 .* 2 ranks"):
         side_by_side([lambda stream: None] * 2, CPU)
     assert not streams.log
 
@@ -198,7 +199,7 @@ def test_blocks_and_transport_of_an_engine(streams):
     # a GPU of its own
     assert Engine(shape, Heap(first.memory, first.peers, 0, 2), 64).blocks == 132
     put = KernelShape.from_config(CONFIG, 2, "spare_warps", transport="put_signal")
-    with pytest.raises(UsageError, match="put_signal.*between GPUs"):
+    with pytest.raises(UsageError, match=r"put_signal.*between GPUs"):
         Engine(put, local_heaps(heap_regions(put, 64)[1], CPU, 2)[0], 64)
 
 
@@ -365,13 +366,15 @@ def test_nothing_is_launched_unless_every_rank_can_be(streams):
     group = group_of(layer)
     held, starts = backend.rank_weights(group, layer, unfused.layer_weights(layer)), []
     router = backend._router(layer, layer.router.weight)
-    for size in (3, 65):
-        one = group.engines[len(starts)]
-        own = held[len(starts)]
-        try:
-            one.launch(torch.zeros(size, 64), router, own.up_XUH, own.down_XHD, together=starts)
-        except UsageError as error:
-            assert "65 tokens" in str(error)
+    launches = [
+        lambda size=size, one=one, own=own: one.launch(
+            torch.zeros(size, 64), router, own.up_XUH, own.down_XHD, together=starts
+        )
+        for size, one, own in zip((3, 65), group.engines, held, strict=True)
+    ]
+    launches[0]()
+    with pytest.raises(UsageError, match="65 tokens"):
+        launches[1]()
     assert len(starts) == 1
     assert not streams.log
     assert group.calls == 0
