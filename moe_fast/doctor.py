@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from moe_fast import compiler
+from moe_fast.backend import DEFAULT_SCHEDULER
+from moe_fast.engine import LEAST_BLOCKS
 from moe_fast.heap import MINIMUM_NVSHMEM, check_version, device_problem
 from moe_ref.doctor import Check
 from moe_ref.errors import BackendUnavailable
@@ -21,7 +23,7 @@ WANTED = (
 
 def gpu_checks() -> list[Check]:
     """Packages, NVSHMEM's versions, GPUs and whether they reach each other, the kernel cache."""
-    return [*_packages(), _nvshmem(), _device_code(), _gpus(), _peers(), _cache()]
+    return [*_packages(), _nvshmem(), _device_code(), _gpus(), _ranks_on_one(), _peers(), _cache()]
 
 
 def _packages() -> list[Check]:
@@ -93,10 +95,29 @@ def _gpus() -> Check:
     return Check("GPUs for the megakernel", "ok", f"{len(fit)} x {fit[0]}")
 
 
+def _ranks_on_one() -> Check:
+    """How many ranks one GPU can hold: each needs blocks of its own, a block a whole SM."""
+    name, least = "several ranks on one GPU", LEAST_BLOCKS[DEFAULT_SCHEDULER]
+    sizes = [
+        torch.cuda.get_device_properties(i).multi_processor_count
+        for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        if torch.cuda.get_device_capability(i) == (9, 0)
+    ]
+    if not sizes:
+        return Check(name, "optional", "no GPU for the megakernel", "run it on an H100 or H200")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        found = f"CUDA_LAUNCH_BLOCKING={os.environ['CUDA_LAUNCH_BLOCKING']}: launches wait for their kernels"
+        return Check(name, "optional", found, "unset it: the ranks' kernels wait for each other")
+    return Check(name, "ok", f"up to {min(sizes) // least} in a simulated world (times say nothing)")
+
+
 def _peers() -> Check:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        remedy = "one rank needs no peer; for several take a host with two or more H100 or H200, linked by NVLink"
+        remedy = (
+            "one rank needs no peer, nor do ranks simulated on one GPU (--ranks N without torchrun); for a GPU each "
+            "take a host with two or more H100 or H200, linked by NVLink"
+        )
         return Check("peer access", "optional", f"{count} GPU{'s' * (count != 1)}: nothing to reach", remedy)
     missing = [
         f"{a}->{b}"

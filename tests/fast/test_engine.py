@@ -54,18 +54,9 @@ def test_a_heap_that_is_too_small_is_refused(gpu) -> None:
         Engine(SHAPE, heap_of(need - 1), 64)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_a_call_by_tokens_leaves_behind(rank: int) -> None:
-    """The reference's buffers, put where the kernel puts them, are read back as the reference's record."""
-    config = MoEConfig(hidden=128, intermediate=64, experts=6, top_k=4, dtype="bfloat16", wire_format="tokens")
-    config = config.replace(max_tokens=64, tile_rows=128)
-    layer = MoELayer(config, world=3)
-    xs = [cases.make_tokens(size, config, size) for size in (40, 0, 64)]
-    routings = [cases.make_routing("masked", len(x), config, len(x)) for x in xs]
-    with torch.no_grad():
-        want = layer._backend.forward(layer, xs, routings, keep=True)
-    shape, tokens = KernelShape.from_config(config, 3), len(xs[rank])
-
+def left_by_tokens(rank: int, want: Record, tokens_P: list[int]) -> Engine:
+    """Engine of a rank of three, with the reference's buffers where the kernel puts them."""
+    shape, tokens = KernelShape.from_config(BY_TOKENS, 3), tokens_P[rank]
     engine = object.__new__(Engine)
     engine.shape, engine.max_tokens, engine.rows = shape, 64, buffer_rows(shape, 64)
     engine.in_heap, size = heap_regions(shape, 64)
@@ -83,7 +74,7 @@ def test_what_a_call_by_tokens_leaves_behind(rank: int) -> None:
     own("control")[0] = side + 1
     counts = heap("counts").view(2, 3, -1)[side]
     counts[:, :6] = torch.from_numpy(want.counts_PE)
-    counts[:, 7] = torch.tensor([40, 0, 64])
+    counts[:, 7] = torch.tensor(tokens_P)
     ids_SK = want.routing[rank].expert_SK
     own("expert")[: tokens * 4] = ids_SK.flatten().int()
     own("weight", torch.float32)[: tokens * 4] = want.routing[rank].weight_SK.flatten()
@@ -101,12 +92,37 @@ def test_what_a_call_by_tokens_leaves_behind(rank: int) -> None:
         back[i, :tokens][sent] = partial_SPH[sent, g]
     # after the flags and the leaders, see `wire_words`
     heap("wire")[2 * engine.rows + 3 :][:9] = torch.from_numpy(want.sent_PG).flatten()
+    return engine
 
+
+BY_TOKENS = MoEConfig(
+    hidden=128, intermediate=64, experts=6, top_k=4, dtype="bfloat16", wire_format="tokens", max_tokens=64,
+    tile_rows=128,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [2], [0, 1, 2]])
+def test_what_a_call_by_tokens_leaves_behind(ranks: list[int]) -> None:
+    """The reference's buffers, put where the kernel puts them, are read back as the reference's record.
+
+    Of one rank of a process, or of all that are side by side in one.
+    """
+    layer, sizes = MoELayer(BY_TOKENS, world=3), [40, 0, 64]
+    xs = [cases.make_tokens(size, BY_TOKENS, size) for size in sizes]
+    routings = [cases.make_routing("masked", len(x), BY_TOKENS, len(x)) for x in xs]
+    with torch.no_grad():
+        want = layer._backend.forward(layer, xs, routings, keep=True)
     got = Record()
-    _fill(got, [engine], layer, [tokens], None, buffers=True)
+    engines = [left_by_tokens(rank, want, sizes) for rank in ranks]
+    _fill(got, engines, layer, [sizes[rank] for rank in ranks], None, buffers=True)
     for name in ("rows_NH", "hidden_ND", "output_NH", "partial_NH"):
-        assert torch.equal(getattr(got, name)[0], getattr(want, name)[rank]), name
+        assert len(getattr(got, name)) == len(ranks), name
+        for one, rank in zip(getattr(got, name), ranks, strict=True):
+            assert torch.equal(one, getattr(want, name)[rank]), name
+    for one, rank in zip(got.routing, ranks, strict=True):
+        assert torch.equal(one.expert_SK, want.routing[rank].expert_SK)
     assert got.returned_NH is None
+    assert np.array_equal(got.tokens_P, sizes)
     assert np.array_equal(got.sent_PG, want.sent_PG)
-    remote = [LayerStats.of(record, config, torch.bfloat16).bytes_remote for record in (got, want)]
+    remote = [LayerStats.of(record, BY_TOKENS, torch.bfloat16).bytes_remote for record in (got, want)]
     assert remote[0] == remote[1] > 0

@@ -40,6 +40,32 @@ def test_axes_hold_every_value_that_the_kernel_has():
     }
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_matrix_of_several_ranks(ranks):
+    """Every pair of what decides who sends what where; every S with every routing; every gate, form and size occurs."""
+    axes = cases.SEVERAL_AXES
+    for i, j in itertools.combinations(range(len(axes)), 2):
+        met = {(axes[i].index(row[i]), axes[j].index(row[j])) for row in cases.SEVERAL}
+        assert met == set(itertools.product(range(len(axes[i])), range(len(axes[j])))), f"axes {i} and {j}"
+    every = [cases.several_cases(number, ranks) for number in range(len(cases.SEVERAL))]
+    found = [one[0].shape(ranks) for one in every]
+    assert len(set(found)) == len(cases.SEVERAL)
+    for row, one, shape in zip(cases.SEVERAL, every, found, strict=True):
+        assert {case.shape(ranks) for case in one} == {shape}
+        (layout, factor, wire), *_ = row
+        assert (shape.layout, shape.capacity_factor, shape.by_token) == (layout, factor, bool(wire))
+        assert not shape.put
+        assert (shape.replicas > 1) == ("none" not in row)
+        assert all(len(case.tokens) == ranks for case in one)
+    flat = [case for one in every for case in one]
+    met = {(tokens, case.routing) for case in flat for tokens in case.tokens}
+    assert met == set(itertools.product(cases.SEVERAL_TOKENS, ROUTINGS))
+    assert {(shape.hidden, shape.intermediate) for shape in found} == set(cases.SIZES)
+    assert len({(s.scoring, s.top_k_order, s.renormalize, s.num_groups > 1, s.routed_scaling) for s in found}) >= 6
+    assert {bool(s.shared_intermediate) for s in found} == {s.expert_bias for s in found} == {True, False}
+    assert {s.activation for s in found} == {"relu", "gelu", "silu", "clamped_swiglu"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_kernel_takes_every_shape(ranks):
     """No cell is refused, each is a kernel of its own, and what the axes say is in it; one rank puts nothing."""

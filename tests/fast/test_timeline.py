@@ -73,10 +73,24 @@ def test_doctor_reports_every_part_without_raising():
         "NVSHMEM host library",
         "NVSHMEM device code",
         "GPUs for the megakernel",
+        "several ranks on one GPU",
         "peer access",
     } <= names
     assert all(check.state in ("ok", "optional") for check in checks), "a missing GPU is no problem of the reference"
     assert all(check.found for check in checks)
+
+
+@pytest.mark.parametrize(("blocking", "says"), [("0", "up to 26"), ("1", "CUDA_LAUNCH_BLOCKING=1")])
+def test_doctor_says_how_many_ranks_one_gpu_holds(monkeypatch, blocking, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
+    found = {check.name: check for check in gpu_checks()}["several ranks on one GPU"]
+    assert says in found.found
+    assert (found.state == "ok") == (blocking == "0")
 
 
 def test_an_old_nvshmem_is_refused_with_the_remedy():
