@@ -288,8 +288,8 @@ def several_shapes(ranks: int) -> list:
     chosen = [case for case in chosen if case.transport == "stores"]
     chosen += [SMALL, TINY, replace(SMALL, replicas="mixed"), WIRE[3], *uneven(ranks)]
     shapes = [case.shape(ranks) for case in chosen]
-    for changes in (WIRE_LAYER, {"capacity_factor": 0.7}):
-        shapes.append(KernelShape.from_config(MoEConfig(**{**LAYER, **changes}), ranks, "spare_warps"))
+    configs = [MoEConfig(**{**LAYER, **changes}) for changes in (WIRE_LAYER, {"capacity_factor": 0.7})]
+    shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in (*configs, TRAINED[0])]
     return list(dict.fromkeys(shapes))
 
 

@@ -359,10 +359,36 @@ def gradients_on(ranks: int, xs: list[torch.Tensor], changes: dict) -> float:
     return float(f"{worst:.2g}")
 
 
+def several_training() -> dict:
+    """The training loop on simulated ranks with its MoE layers in the megakernel, beside the same on the reference."""
+    from moe_ref.train.job import TrainJob, train
+    from moe_ref.world import SimulatedWorld
+
+    device, out = torch.device("cuda", torch.cuda.current_device()), {}
+    for ranks in RANKS:
+        task = TrainJob(
+            steps=15, replicas=1, balancing="plain", interval=0, balance=0.0, z=0.0, dtype="bfloat16", sequences=12
+        )
+        curves = {}
+        for name in ("ref", "fused"):
+            outcome, _ = train(replace(task, backend=name), SimulatedWorld(ranks), device)
+            curves[name] = outcome.losses
+        difference = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
+        assert curves["fused"][-1] < 0.8 * curves["fused"][0], curves["fused"]
+        assert difference < 0.1, f"{ranks} ranks: losses differ by {difference} bits per byte from the reference's"
+        out[f"{ranks} ranks"] = {
+            "first": round(curves["fused"][0], 4),
+            "last": round(curves["fused"][-1], 4),
+            "last_ref": round(curves["ref"][-1], 4),
+            "largest_difference": float(f"{difference:.3g}"),
+        }
+    return out
+
+
 SCENARIOS = {
     f.__name__: f
     for f in (
         several_matrix, several_uneven, several_bits, several_repeat, several_streams, several_graph, several_layers,
-        several_failures,
+        several_training, several_failures,
     )
 }  # fmt: skip

@@ -36,7 +36,7 @@ EVERYWHERE = (
 # The one that ends with a kernel's failure comes late.
 SEVERAL_RANKS = (
     "several_matrix", "several_uneven", "several_bits", "several_repeat", "several_streams", "several_graph",
-    "several_layers", "several_failures",
+    "several_layers", "several_training", "several_failures",
 )  # fmt: skip
 """2, 4 and 8 ranks on one GPU."""
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", *SEVERAL_RANKS, "timeout", "layouts")
