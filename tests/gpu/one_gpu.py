@@ -52,11 +52,8 @@ def several_matrix() -> dict:
     for ranks in RANKS:
         every = []
         for number in range(len(cases.SHAPES if ranks == 2 else cases.SEVERAL)):
-            # of two ranks those shapes that two GPUs have, too
-            if ranks == 2:
-                some = cases.cases_of(number)[number % 3 :: 3]
-            else:
-                some = cases.several_cases(number, ranks)
+            # of two ranks those shapes that two GPUs run with every S, each with one
+            some = cases.several_cases(number, ranks) if ranks > 2 else [cases.cases_of(number)[number % 8]]
             every += [(one, ranks, 100 * number + i) for i, one in enumerate(some) if one.transport == "stores"]
         out[f"{ranks} ranks"] = tried(every)
     return out
