@@ -399,18 +399,47 @@ def run_together(case: Case, ranks: int, seed: int = 0, group: LocalRanks | None
     launch_together(group, inputs, out=ys)
     group.check()
     everyone = [engine.buffers(len(x)).expert_SK.long() for engine, x in zip(group.engines, inputs.x, strict=True)]
+    sizes = [ids.numel() for ids in everyone]
+    both = expected_results(case.config, inputs, torch.cat(inputs.x), torch.cat([ids.flatten() for ids in everyone]))
+    results = list(zip(*(one.split(sizes) for one in both), strict=True))
     worst: dict[str, float] = {}
     for rank, (engine, y) in enumerate(zip(group.engines, ys, strict=True)):
         with seat(rank, ranks):
-            for name, value in compare_case(case, inputs, engine, y, everyone).items():
+            for name, value in compare_case(case, inputs, engine, y, everyone, results[rank]).items():
                 worst[name] = max(worst.get(name, 0.0), value)
     return worst
 
 
+def expected_results(
+    c: MoEConfig, inputs: Inputs, x: torch.Tensor, flat: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What experts make of tokens x [S, H] for the choices `flat` [S * K]: (fp32, fp64), zero for masked ones."""
+    returned = torch.zeros(flat.numel(), c.hidden, device=x.device)
+    exact = torch.zeros(flat.numel(), c.hidden, device=x.device, dtype=torch.float64)
+    for e in range(c.experts):
+        at = (flat == e).nonzero(as_tuple=True)[0]
+        if at.numel():
+            rows = x[at // c.top_k]
+            first, second, first_bias, second_bias = inputs.expert_weights(e)
+            returned[at] = ffn_hidden(c, rows, first, first_bias).float() @ second.float().t()
+            if second_bias is not None:
+                returned[at] += second_bias.float()
+            exact[at] = ffn_exact(c, rows, first, second, first_bias, second_bias)
+    return returned, exact
+
+
 def compare_case(
-    case: Case, inputs: Inputs, engine: Engine, y: torch.Tensor, everyone: list[torch.Tensor] | None = None
+    case: Case,
+    inputs: Inputs,
+    engine: Engine,
+    y: torch.Tensor,
+    everyone: list[torch.Tensor] | None = None,
+    results: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> dict[str, float]:
-    """What a call left behind on this rank, every named buffer; everyone: all ranks' ids, if they are here."""
+    """What a call left behind on this rank, every named buffer.
+
+    everyone: all ranks' ids; results: `expected_results` of this rank's choices; if they are here.
+    """
     rank, ranks = rank_and_size()
     c, dtype = case.config, case.config.torch_dtype
     placement = case.placement(ranks)
@@ -474,17 +503,7 @@ def compare_case(
 
     # returned rows and the result, at home
     flat = all_ids[rank].reshape(-1)
-    returned = torch.zeros(flat.numel(), c.hidden, device=x.device)
-    exact = torch.zeros(flat.numel(), c.hidden, device=x.device, dtype=torch.float64)
-    for e in range(c.experts):
-        at = (flat == e).nonzero(as_tuple=True)[0]
-        if at.numel():
-            rows = x[at // c.top_k]
-            first, second, first_bias, second_bias = inputs.expert_weights(e)
-            returned[at] = ffn_hidden(c, rows, first, first_bias).float() @ second.float().t()
-            if second_bias is not None:
-                returned[at] += second_bias.float()
-            exact[at] = ffn_exact(c, rows, first, second, first_bias, second_bias)
+    returned, exact = results or expected_results(c, inputs, x, flat)
     valid = flat >= 0
     if got.returned_NH is not None:
         errors["returned"] = relative(got.returned_NH[valid], returned[valid])
@@ -505,8 +524,8 @@ def compare_case(
     errors["y"] = relative(y, want)
     assert errors["y"] <= limit, f"{errors}; {first_wrong(y, want, limit)}"
     # no worse than what the unfused chain makes of the same routing (which has no TF32)
-    other = unfused_result(case, inputs, all_ids, weight, plan)
-    if other is not None and dtype != torch.float32:
+    other = None if dtype == torch.float32 else unfused_result(case, inputs, all_ids, weight, plan)
+    if other is not None:
         errors["unfused"] = relative(other, want)
         assert errors["y"] <= 1.5 * errors["unfused"] + 1e-6, errors
     # the combine itself, from the returned rows that are there: fp32, k order, one rounding
