@@ -406,4 +406,5 @@ def test_wrong_input_is_told_once(streams):
         one.record[7] = Status.NONFINITE
     with pytest.raises(MegakernelInputError, match="not finite"):
         group.check()
+    assert not any(one.reported for one in group.engines)
     group.check()
