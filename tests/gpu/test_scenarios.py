@@ -33,14 +33,14 @@ EVERYWHERE = (
     "special", "uneven", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
     "train_fused", "tf32", "matrix", "slow_start",
 )  # fmt: skip
-# The one that ends with a kernel's failure comes late.
 SEVERAL_RANKS = (
     "several_matrix", "several_uneven", "several_bits", "several_repeat", "several_streams", "several_graph",
     "several_layers", "several_training", "several_failures",
 )  # fmt: skip
 """2, 4 and 8 ranks on one GPU."""
+# The ones that end with a kernel's failure come late.
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", *SEVERAL_RANKS, "timeout", "layouts")
-HALF = ("matrix", "special", "uneven", "repeat", "graph", "traced", "tf32", "solving")
+HALF = ("matrix", "special", "uneven", "repeat", "graph", "traced", "tf32", "solving", "several_matrix")
 """About half of one GPU's time."""
 SEVERAL_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
 SCRIPT = Path(__file__).parent / "scenarios.py"
