@@ -300,7 +300,8 @@ class FusedBackend:
         def fill(target: Record) -> None:
             if engine.calls != call:
                 raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
-            _fill(target, engines, layer, [x.shape[0]], plan, buffers=keep)
+            engine.check()
+            _fill(target, engines.engines, layer, [x.shape[0]], plan, buffers=keep)
 
         record = FusedRecord([y], fill)
         if keep:
@@ -339,7 +340,8 @@ def _forward_together(
     def fill(target: Record) -> None:
         if engines.calls != call:
             raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
-        _fill(target, engines, layer, sizes, plan, buffers=keep)
+        engines.check()
+        _fill(target, engines.engines, layer, sizes, plan, buffers=keep)
 
     record = FusedRecord(list(ys), fill)
     if keep:
@@ -490,11 +492,15 @@ def rank_weights(engines: LocalRanks, layer: MoELayer, weights: unfused.ChainWei
 
 
 def _fill(
-    record: Record, engines: LocalRanks, layer: MoELayer, tokens: Sequence[int], plan: Plan | None, buffers: bool
+    record: Record,
+    engines: Sequence[Engine],
+    layer: MoELayer,
+    tokens: Sequence[int],
+    plan: Plan | None,
+    buffers: bool,
 ) -> None:
-    """Copy what a call left behind into the record; tokens: S of every local rank."""
-    engines.check()
-    seen = [engine.buffers(size) for engine, size in zip(engines.engines, tokens, strict=True)]
+    """Copy what a call left behind into the record; tokens: S of every engine."""
+    seen = [engine.buffers(size) for engine, size in zip(engines, tokens, strict=True)]
     first = seen[0]
     # the same on every rank
     counts_PE = first.counts_PE.cpu().numpy().astype(np.int64)
@@ -511,7 +517,7 @@ def _fill(
     if buffers:
         record.rows_NH, record.hidden_ND = [], []
         returned_NH, output_NH, partial_NH = [], [], []
-        for engine, one in zip(engines.engines, seen, strict=True):
+        for engine, one in zip(engines, seen, strict=True):
             stretches = engine.stretches(plan.quota_by_slot()[:, engine.heap.rank])
             spread = [torch.arange(n, device=one.expert_SK.device) for _, _, n in stretches]
             rows = torch.cat([first + n for (first, _, _), n in zip(stretches, spread, strict=True)])

@@ -7,6 +7,8 @@ the addresses it is told, and does the layer's arithmetic with it once every ran
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -378,6 +380,24 @@ def test_nothing_is_launched_unless_every_rank_can_be(streams):
     assert len(starts) == 1
     assert not streams.log
     assert group.calls == 0
+
+
+def test_what_a_launch_reads_is_kept_until_it_is_made(streams):
+    """Nobody else holds a prepared launch's tensors: memory freed before the launch could be another's."""
+    layer = MoELayer(CONFIG, world=2)
+    group, starts = group_of(layer), []
+    own = backend.rank_weights(group, layer, unfused.layer_weights(layer))[0]
+    x, ids, weight = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    held = [weakref.ref(one) for one in (x, ids, weight, own.up_XUH, own.down_XHD)]
+    group.engines[0].launch(
+        x, layer.router.weight, own.up_XUH, own.down_XHD, expert_SK=ids, weight_SK=weight, together=starts
+    )
+    del x, ids, weight, own
+    gc.collect()
+    assert all(one() is not None for one in held)
+    starts.clear()
+    gc.collect()
+    assert not any(one() is not None for one in held)
 
 
 # --- failures ----------------------------------------------------------------------------------------------------
