@@ -143,7 +143,8 @@ class Call:
             {name: kind(fixed.get(name, 0)) for name, kind in part.items()} for part in (kinds, operands, more)
         ]
         arguments = (Args(**given[0]), Operands(**given[1]), *given[2].values(), cuda.CUstream(0))
-        addresses, adapted = function.execution_args.generate_execution_args(arguments, {})
+        owners, adapted = function.execution_args.generate_execution_args(arguments, {})
+        addresses = list(owners)
         names = {**kinds, **operands, **more, "stream": Int64}
         for (name, kind), place in zip(names.items(), addresses, strict=True):
             address: Any = place.value if isinstance(place, ctypes.c_void_p) else place
@@ -159,7 +160,8 @@ class Call:
         executor = function.to(None)
         self._packed = executor._get_invoke_packed_args(addresses)
         self._run, self._result = executor.capi_func, executor.cuda_result
-        self._keep = (function, executor, arguments, adapted)
+        # each of the DSL's addresses owns the value there: what it keeps isn't in the arguments
+        self._keep = (function, executor, arguments, owners, adapted)
         self._write = struct.Struct(f"<{len(CHANGING)}q").pack_into
 
     def __call__(self, stream: int, values: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ passed to the kernel can be read.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -60,13 +61,25 @@ class Launches(list):
 
 
 class _Arguments:
-    """How the DSL lays a call's arguments out: one address for each; here all have 64 bits."""
+    """How the DSL lays a call's arguments out: one address for each; here all have 64 bits.
 
-    def generate_execution_args(self, arguments: tuple, named: dict) -> tuple[list[int], list[Any]]:
+    The DSL's addresses own what they point to; what is no longer owned has another value here.
+    """
+
+    def __init__(self) -> None:
+        self.memory: list[ctypes.c_int64] = []
+
+    def generate_execution_args(self, arguments: tuple, named: dict) -> tuple[list[Any], list[Any]]:
         args, operands, *rest, stream = arguments
-        kept = [ctypes.c_int64(int(value.value)) for value in (*args, *operands, *rest)]
-        kept.append(ctypes.c_int64(int(stream)))
-        return [ctypes.addressof(value) for value in kept], kept
+        addresses = [self._owning(int(value.value)) for value in (*args, *operands, *rest)]
+        return [*addresses, self._owning(int(stream))], []
+
+    def _owning(self, number: int) -> ctypes.c_void_p:
+        cell = ctypes.c_int64(number)
+        self.memory.append(cell)
+        address: Any = ctypes.c_void_p(ctypes.addressof(cell))
+        weakref.finalize(address, setattr, cell, "value", -1)
+        return address
 
 
 def compiled_function(called: Any) -> Any:
