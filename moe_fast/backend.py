@@ -15,12 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_fast import unfused
 from moe_fast.engine import Engine, blocks_per_rank, router_parts
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SCHEDULER = "spare_warps"
 
+_requires_grad = attrgetter("requires_grad")
+
 _engines: dict[tuple, LocalRanks] = {}
 _last: WeakKeyDictionary[MoELayer, tuple[tuple, LocalRanks]] = WeakKeyDictionary()
 """By layer: what its last engines were asked for, and those engines. Working out shape and sizes anew took longer than
@@ -53,7 +57,8 @@ def _variable(name: str, default: str) -> Callable[[], str]:
     This is what os.environ.get looks into. Of a variable that isn't set that raises and catches two exceptions, and two
     such variables were a tenth of the host's time of a call.
     """
-    key, values, decode = os.environ.encodekey(name), os.environ._data, os.environ.decodevalue
+    environment: Any = os.environ
+    key, values, decode = environment.encodekey(name), environment._data, environment.decodevalue
 
     def read() -> str:
         found = values.get(key)
@@ -181,6 +186,9 @@ def _router(layer: MoELayer, weight: Tensor) -> Tensor:
     dtype = layer.config.torch_dtype
     if weight.dtype.itemsize <= dtype.itemsize < 4:
         return weight
+    if weight.is_inference():
+        # made under torch.inference_mode, where nothing counts its changes
+        return router_parts(weight, dtype)
     key, now = id(weight), (weight._version, weight.data_ptr())
     found = _parts.get(key)
     if found is None or found[0]() is not weight or found[1] != now:
@@ -288,9 +296,9 @@ class FusedBackend:
             given = None if ids is None or weight is None else ([ids], [weight])
             (ids,), (weight,), plan = plan_first(layer, [x], *(given or (None, None)))
         inputs = (x, weight, *weights)
-        if torch.is_grad_enabled() and any([t.requires_grad for t in inputs if t is not None]):  # noqa: C419
-            # only those that there are: autograd looks at every argument
-            present = [t for t in inputs if t is not None]
+        # only those that there are: autograd looks at every argument
+        present = [t for t in inputs if t is not None] if torch.is_grad_enabled() else []
+        if any(map(_requires_grad, present)):
             y = _FusedFunction.apply(engine, layer, plan, ids, [t is not None for t in inputs], *present)
         else:
             quota = None if plan is None else _quota(plan, x.device)
@@ -330,8 +338,8 @@ def _forward_together(
     if unfused.is_placed(layer) and not in_kernel(layer):
         ids, given, plan = plan_first(layer, xs, ids, given)
     inputs = (*xs, *(given or [None] * len(xs)), *weights)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        present = [t for t in inputs if t is not None]
+    present = [t for t in inputs if t is not None] if torch.is_grad_enabled() else []
+    if any(map(_requires_grad, present)):
         ys = _TogetherFunction.apply(engines, layer, plan, ids, [t is not None for t in inputs], *present)
     else:
         ys = _launch_together(engines, layer, weights, xs, ids, given, plan)
@@ -400,19 +408,19 @@ def check_weights(weights: unfused.ChainWeights, dtype: torch.dtype, device: tor
     """The kernel is handed addresses and believes what it was compiled for; a layer can be changed tensor by tensor.
 
     Raises:
-        UsageError: a parameter of another dtype than the layer's (the router may be fp32, the selection bias anything),
-            on another device, or not contiguous; the message names it.
+        UsageError: a parameter of another dtype than the layer's (the router may be fp32), on another device, or not
+            contiguous; the message names it. The selection bias is copied if need be: it only has to be on the device.
     """
     for name, value in zip(unfused.ChainWeights._fields, weights, strict=True):
         if value is None or (value.dtype is dtype and value.device == device and value.is_contiguous()):
             continue
         found, legal = value.dtype, (dtype, torch.float32) if name == "router_EH" else (dtype,)
-        if name == "selection_bias_E":
-            continue
-        if found not in legal:
-            problem, remedy = f"is {found} in a layer of {dtype}", f".to({dtype})"
-        elif value.device != device:
+        if value.device != device:
             problem, remedy = f"is on {value.device}, but x is on {device}", f".to({str(device)!r})"
+        elif name == "selection_bias_E":
+            continue
+        elif found not in legal:
+            problem, remedy = f"is {found} in a layer of {dtype}", f".to({dtype})"
         elif not value.is_contiguous():
             problem, remedy = "is not contiguous", ".contiguous()"
         else:
@@ -554,7 +562,6 @@ class _FusedFunction(torch.autograd.Function):
         *present: Tensor,
     ) -> Tensor:
         x, weight, *parameters = _spread(present, there)
-        assert x is not None
         quota = None if plan is None else _quota(plan, x.device)
         y = _launch(engine, layer, unfused.ChainWeights(*parameters), x, ids, weight, quota)
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
@@ -567,6 +574,7 @@ class _FusedFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         chosen, kept, *saved = ctx.saved_tensors
         # the selection bias is a buffer that chooses and never weighs: it has no gradient
@@ -596,7 +604,7 @@ class _TogetherFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.count = count = len(engines.engines)
         tensors = _spread(present, there)
-        xs, weights = [t for t in tensors[:count] if t is not None], tensors[count : 2 * count]
+        xs, weights = tensors[:count], tensors[count : 2 * count]
         ys = _launch_together(engines, layer, unfused.ChainWeights(*tensors[2 * count :]), xs, ids, weights, plan)
         chosen = kept = ids
         if chosen is None or kept is None or engines.shape.drops:
@@ -608,11 +616,12 @@ class _TogetherFunction(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (chosen, kept, *saved), count = ctx.saved_tensors, ctx.count
         needed = [t.detach().requires_grad_(True) for t in saved]
         with torch.enable_grad():
-            tensors: list[Any] = _spread(needed, ctx.there)
+            tensors = _spread(needed, ctx.there)
             x, weight = torch.cat(tensors[:count]), torch.cat(tensors[count : 2 * count]) if ctx.given else None
             y = _recompute(ctx, chosen, kept, x, weight, tensors[2 * count :], (0, 1, None))
         return (None,) * 5 + torch.autograd.grad(y, needed, torch.cat(grads), allow_unused=True)
@@ -622,22 +631,23 @@ def _recompute(
     ctx: Any,
     chosen: Tensor,
     kept: Tensor,
-    x: Any,
+    x: Tensor,
     weight: Tensor | None,
-    parameters: Sequence[Tensor | None],
+    parameters: Sequence[Any],
     chain: tuple[int, int, Any],
 ) -> Tensor:
     """The forward by the unfused chain, with the routing that the kernel had. chain: its rank, ranks and group."""
     layer, config, weights = ctx.layer, ctx.layer.config, unfused.ChainWeights(*parameters)
     _, ranks, group = chain
-    used = weight if ctx.given else unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
+    if weight is None:
+        weight = unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
     # the forward's plan: the one that was handed in, or the same function of the same counts
     planner = (lambda counts_PE: ctx.plan or layer.make_plan(counts_PE)) if ctx.placed else None
     routes = unfused.make_routes(kept, config, group, ranks, planner)
-    return unfused.compute(x, used, routes, weights, config, group, ranks)
+    return unfused.compute(x, weight, routes, weights, config, group, ranks)
 
 
-def _spread(present: Sequence[Tensor], there: list[bool]) -> list[Tensor | None]:
+def _spread(present: Sequence[Tensor], there: list[bool]) -> list[Any]:
     """The tensors in their places, None where there is none."""
     rest = iter(present)
     return [next(rest) if here else None for here in there]

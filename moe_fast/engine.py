@@ -206,7 +206,7 @@ class Buffers:
 
 
 class Engine:
-    """Compiled kernel, symmetric heap, workspace.
+    """Compiled kernel, symmetric heap, workspace. For one thread at a time: calls share arguments and buffers.
 
     Args:
         shape: the variant.
@@ -260,7 +260,8 @@ class Engine:
         self.in_workspace, size = workspace_regions(shape, max_tokens, self.blocks)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self.record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
-        self._reported = memoryview(self.record.numpy())
+        words: Any = self.record.numpy()
+        self._reported = memoryview(words)
         # one call's events: read_timeline clears them, so trace one call at a time
         self.trace = torch.zeros(trace_words(self.blocks) if shape.trace else 16, dtype=torch.int64, device=device)
         self.rows = buffer_rows(shape, max_tokens)

@@ -128,7 +128,7 @@ class LocalRanks:
                 raise MegakernelTimeout(
                     f"{'; '.join(waits)}. The kernels of {len(self.engines)} ranks on one GPU must run at one time; "
                     "what prevents it is work that keeps SMs for so long, another fused layer on another stream, or a "
-                    "tool that runs kernels one after the other; to go on, call recover()"
+                    "tool that runs kernels one after the other; to go on, call recover() of these engines"
                 )
         failures: list[MegakernelError] = [error for engine in self.engines if (error := engine.failure())]
         if failures:

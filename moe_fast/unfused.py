@@ -366,7 +366,9 @@ def layer_weights(layer: MoELayer) -> ChainWeights:
     Straight from where nn.Module keeps them: its attributes are found only after Python has searched the class in vain.
     """
     up, up_bias = layer.up_names
-    own, router, shared = layer._parameters, layer._modules["router"], layer._modules.get("shared_expert")
+    own: dict[str, Any] = layer._parameters
+    router: Any = layer._modules["router"]
+    shared: Any = layer._modules.get("shared_expert")
     try:
         return ChainWeights(
             router._parameters["weight"],

@@ -57,6 +57,10 @@ ODD = {
         "down_XHD is not contiguous",
     ),
     "device": (lambda layer: layer.shared_expert.to("meta"), "shared_up_VH is on meta, but x is on cpu"),
+    "bias's device": (
+        lambda layer: layer.router.register_buffer("selection_bias", torch.zeros(4, device="meta")),
+        "selection_bias_E is on meta, but x is on cpu",
+    ),
 }
 
 

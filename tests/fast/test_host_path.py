@@ -274,6 +274,18 @@ def test_a_router_of_fp32_is_split_again_after_it_changed(launches) -> None:
     assert len({first, second, third}) == 3
 
 
+def test_a_router_of_inference_mode_is_split_at_every_call(launches) -> None:
+    """Such a tensor has no version that would tell whether it has changed."""
+    with torch.inference_mode():
+        layer = MoELayer(CONFIG, backend="fused")
+        layer.router.weight = nn.Parameter(layer.router.weight.detach().float(), requires_grad=False)
+        for _ in range(2):
+            layer(tokens())
+    assert len(launches) == 2
+    assert launches[-1]["router"] not in (0, layer.router.weight.data_ptr())
+    assert id(layer.router.weight) not in backend._parts
+
+
 def test_parts_of_a_router_go_with_it(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     layer.router.weight = nn.Parameter(layer.router.weight.detach().float())
@@ -396,6 +408,15 @@ def test_gradients_are_those_of_the_reference(launches) -> None:
                 assert got is None or not got.any()
                 continue
             assert float((got - want).norm()) <= 2e-2 * float(want.norm()), name
+
+
+def test_gradients_of_gradients_are_refused(launches) -> None:
+    """The recomputed chain is cut off from the graph: without an error they would lack a part."""
+    layer = MoELayer(CONFIG, backend="fused")
+    x = tokens(requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.float().sum().backward()
 
 
 def test_ids_of_every_number_of_tokens(launches) -> None:

@@ -323,6 +323,24 @@ def test_gradients_are_the_references(layer, given):
             torch.testing.assert_close(found["fused"][name], want, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_gradients_of_gradients_are_refused(layer):
+    xs = [x.requires_grad_(True) for x in tokens_of(layer)]
+    layer.backend = "fused"
+    first = torch.autograd.grad(sum(y.square().sum() for y in layer(xs)), xs[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_one_rank_has_its_experts_in_blocks_however_it_is_placed(streams):
+    """What its kernel is handed as they lie are all experts, in the order of its slots."""
+    placement = Placement.from_replicas([[0]] * 6, 1)
+    assert placement.in_blocks
+    layer = MoELayer(CONFIG, world=1, placement=placement)
+    assert layer.held_experts == placement.experts_of_rank[0] == tuple(range(6))
+    assert not unfused.is_placed(layer)
+    assert not group_of(layer).shape.placed
+
+
 def test_experts_in_blocks_are_not_copied(streams):
     layer = MoELayer(CONFIG, world=4)
     parts = backend.rank_weights(group_of(layer), layer, unfused.layer_weights(layer))
