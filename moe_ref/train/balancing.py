@@ -87,6 +87,17 @@ def make_planner(mode: str, ranks: int, replicas: int, group_size: int | None = 
     return lambda counts_PE, placement: balance.schedule(counts_PE, placement, group_size=group_size)
 
 
+def layer_planner(mode: str, ranks: int, replicas: int, group_size: int | None = None) -> Planner | None:
+    """What a layer's `planner` is in this mode: that of `make_planner`, or None for all ranks as one scheduling group.
+
+    A layer schedules like that by itself, and where no planner is set the fused backend does it in its kernel; planners
+    run on the host, which waits for the counts.
+    """
+    if mode == "scheduled" and group_size in (None, ranks):
+        return None
+    return make_planner(mode, ranks, replicas, group_size)
+
+
 def even_plan(counts_PE: np.ndarray, placement: Placement) -> balance.Plan:
     """The rows of an expert split evenly over its replicas, remainders to the first ones; no schedule.
 

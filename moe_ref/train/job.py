@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_ref.stats import LayerStats
 from moe_ref.train import sharded
-from moe_ref.train.balancing import make_placement, make_planner
+from moe_ref.train.balancing import layer_planner, make_placement
 from moe_ref.train.exchange import sum_everywhere
 from moe_ref.train.managers import Managers
 from moe_ref.train.model import ByteMoE
@@ -76,7 +76,7 @@ def _steps(
     model = ByteMoE(job.model).to(device)
     training = Replicated(model, _placements(job, world, model, meta), world, sharded=job.sharded)
     for layer in training.layers.values():
-        layer.planner = make_planner(job.balancing, world.num_ranks, job.replicas, job.group_size)
+        layer.planner = layer_planner(job.balancing, world.num_ranks, job.replicas, job.group_size)
         layer.backend = job.backend
     optimizer = ReplicaOptimizer(
         training, torch.optim.AdamW, lr=job.learning_rate, betas=(0.9, 0.95), weight_decay=job.recipe.weight_decay

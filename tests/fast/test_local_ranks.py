@@ -21,10 +21,11 @@ from moe_fast.engine import LEAST_BLOCKS, Engine, MegakernelInputError, Megakern
 from moe_fast.heap import Heap, local_heaps
 from moe_fast.kernel.shapes import SCHEDULERS, KernelShape, Status, heap_regions
 from moe_fast.local_ranks import LocalRanks, side_by_side, where_held
-from moe_ref import MoEConfig, MoELayer, cases
+from moe_ref import MoEConfig, MoELayer, SimulatedWorld, cases
 from moe_ref.errors import UsageError
 from moe_ref.experts import gemm0, gemm1
 from moe_ref.placement import Placement
+from moe_ref.train.job import TrainJob, training_steps
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(64, 32, 6, 2, dtype="float32", max_tokens=64)
@@ -378,6 +379,19 @@ def test_a_plan_of_the_host_reaches_every_rank(layer, streams):
     assert [counts.sum() for counts in asked] == [2 * sum(len(x) for x in xs)]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "group_size"), [("scheduled", None), ("scheduled", 2), ("eplb", None)])
+def test_training_leaves_scheduling_to_the_kernel(mode, group_size, monkeypatch):
+    """Of all ranks as one group; other plans come from the host."""
+    monkeypatch.setattr(backend.FusedBackend, "unavailable", lambda self: None)
+    job = TrainJob(backend="fused", dtype="bfloat16", balance=0.0, balancing=mode, group_size=group_size)
+    steps = training_steps(job, SimulatedWorld(4))
+    _, training = next(steps)
+    assert all(unfused.is_placed(layer) and layer.backend == "fused" for layer in training.layers.values())
+    found = {backend.in_kernel(layer) for layer in training.layers.values()}
+    assert found == {mode == "scheduled" and group_size is None}
+    steps.close()
 
 
 def test_nothing_is_launched_unless_every_rank_can_be(streams):

@@ -50,6 +50,17 @@ TRANSPORTS = ("stores", "put_signal")
 TOKENS = (0, 1, 45, 127, 128, 129, 1000, 4096)
 TRAINED = tuple(TrainJob(backend="fused", dtype=dtype, balance=0.0).model.moe for dtype in ("bfloat16", "float16"))
 """MoE layers of a training run with its default sizes."""
+SCHEDULED = TrainJob(steps=15, sequences=12, interval=0, balance=0.0, z=0.0, dtype="bfloat16")
+"""A training run with two replicas of every expert, scheduled batch by batch; nothing moves."""
+
+
+def scheduled_shape(ranks: int):
+    """Kernel of the layers of such a run."""
+    from moe_fast.kernel.shapes import KernelShape
+    from moe_ref.train.balancing import make_placement
+
+    placement = make_placement(SCHEDULED.balancing, ranks, SCHEDULED.experts, SCHEDULED.replicas)
+    return KernelShape.from_config(SCHEDULED.model.moe, ranks, "spare_warps", placement=placement)
 
 
 def covering(axes: list[tuple], threes: tuple[int, ...] = ()) -> list[tuple]:
@@ -290,6 +301,7 @@ def several_shapes(ranks: int) -> list:
     shapes = [case.shape(ranks) for case in chosen]
     configs = [MoEConfig(**{**LAYER, **changes}) for changes in (WIRE_LAYER, {"capacity_factor": 0.7})]
     shapes += [KernelShape.from_config(config, ranks, "spare_warps") for config in (*configs, TRAINED[0])]
+    shapes.append(scheduled_shape(ranks))
     return list(dict.fromkeys(shapes))
 
 
@@ -313,6 +325,7 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
         placement = None if changes == {"capacity_factor": 0.7} else some
         shapes.append(KernelShape.from_config(config, ranks, "spare_warps", placement=placement))
     if ranks > 1:
+        shapes.append(scheduled_shape(ranks))
         wire = MoEConfig(**{**LAYER, **WIRE_LAYER})
         shapes.append(KernelShape.from_config(wire, ranks, "spare_warps"))
         placement = replace(SMALL, replicas="two").placement(ranks)

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -881,6 +883,53 @@ def train_fused() -> dict:
     return out
 
 
+def train_scheduled() -> dict:
+    """Training with replicas in mode "scheduled": the kernel's own solver plans every batch, the host none.
+
+    On the GPUs of this group, or on 2, 4 and 8 ranks of one. What a plan decides, which rows are where, is compared in
+    the end, on the trained layers.
+    """
+    from moe_ref.diff import compare
+    from moe_ref.train.job import train
+    from moe_ref.world import DistributedWorld, SimulatedWorld
+
+    def no_plan(*_):
+        raise AssertionError("a plan was made on the host before the launch")
+
+    rank, device, out = rank_and_size()[0], torch.device("cuda", torch.cuda.current_device()), {}
+    for world in [DistributedWorld()] if dist.is_initialized() else map(SimulatedWorld, one_gpu.RANKS):
+        curves = {}
+        for name in ("ref", "fused"):
+            with mock.patch.object(backend, "plan_first", no_plan):
+                outcome, training = train(replace(cases.SCHEDULED, backend=name), world, device)
+            curves[name] = outcome.losses
+        difference = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
+        assert curves["fused"][-1] < 0.8 * curves["fused"][0], curves["fused"]
+        assert difference < 0.1, f"{world}: losses differ by {difference} bits per byte from the reference's"
+        plain, scheduled = (float(np.mean(ratios)) for ratios in (outcome.plain_TL, outcome.scheduled_TL))
+        # with every expert on every rank, plain placement is even as well
+        better = scheduled < plain or world.num_ranks == cases.SCHEDULED.replicas
+        assert better, f"{world}: maximum over mean load {plain} plain, {scheduled} scheduled"
+        g = torch.Generator(device="cuda").manual_seed(rank)
+        errors: dict[str, float] = {}
+        for layer in training.layers.values():
+            assert backend.engine_for(layer).shape.placed
+            sizes = [(100 + 50 * p, layer.config.hidden) for p in world.local_ranks]
+            xs = [torch.randn(size, device="cuda", generator=g).to(layer.config.torch_dtype) for size in sizes]
+            report = compare("fused", "ref", layer, xs)
+            assert report.ok, f"{world}: {report}"
+            errors |= {b.buffer: max(b.relative_error, errors.get(b.buffer, 0.0)) for b in report.buffers}
+        out[f"{world.num_ranks} ranks"] = {
+            "first": round(curves["fused"][0], 4),
+            "last": round(curves["fused"][-1], 4),
+            "last_ref": round(curves["ref"][-1], 4),
+            "largest_difference": float(f"{difference:.3g}"),
+            "max_over_mean": {"plain": round(plain, 3), "scheduled": round(scheduled, 3)},
+            "errors": {name: float(f"{error:.2g}") for name, error in errors.items()},
+        }
+    return out
+
+
 def families() -> dict:
     """Blocks of transformers, every family, and the same layers on this kernel: ids equal, outputs within tolerance.
 
@@ -963,7 +1012,8 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         special, uneven, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input, refused,
-        traced, layer, training, train_fused, families, tf32, matrix, large, slow_start, replicas, timeout, small,
+        traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start, replicas,
+        timeout, small,
     )
 } | one_gpu.SCENARIOS  # fmt: skip
 

@@ -31,7 +31,7 @@ from moe_ref.train import sharded
 
 EVERYWHERE = (
     "special", "uneven", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
-    "train_fused", "tf32", "matrix", "slow_start",
+    "train_fused", "train_scheduled", "tf32", "matrix", "slow_start",
 )  # fmt: skip
 SEVERAL_RANKS = (
     "several_matrix", "several_uneven", "several_bits", "several_repeat", "several_streams", "several_graph",

@@ -22,7 +22,7 @@ from moe_ref.cli import main
 from moe_ref.errors import UsageError
 from moe_ref.train import sharded
 from moe_ref.train.balancing import even_plan, make_placement, make_planner
-from moe_ref.train.job import TrainJob, train
+from moe_ref.train.job import TrainJob, train, training_steps
 from moe_ref.train.loads import RECORDED
 from moe_ref.train.model import ByteMoE
 
@@ -271,6 +271,24 @@ def test_plans_of_the_modes_keep_every_row() -> None:
     # Plain expert parallelism: ranks 0 and 1 are a group, and what they bring stays there.
     plain = make_planner("plain", 4, 2)(counts_PE, make_placement("plain", 4, 8, 2))
     assert plain.rank_loads[:2].sum() == counts_PE[:2].sum()
+
+
+@pytest.mark.parametrize(
+    ("mode", "group_size", "by_itself"),
+    [("scheduled", None, True), ("scheduled", 4, True), ("scheduled", 2, False), ("plain", None, False),
+     ("eplb", None, False)],
+)  # fmt: skip
+def test_a_layer_schedules_by_itself_where_it_can(mode: str, group_size: int | None, by_itself: bool) -> None:
+    """Then no planner is set, so that a backend may plan where it computes; the plans are the mode's either way."""
+    rng = np.random.default_rng(1)
+    steps = training_steps(replace(SMALL, balancing=mode, group_size=group_size), SimulatedWorld(4))
+    _, training = next(steps)
+    for layer in training.layers.values():
+        assert (layer.planner is None) == by_itself
+        counts_PE = rng.integers(0, 50, (4, 8))
+        wanted = make_planner(mode, 4, 2, group_size)(counts_PE, layer.placement)
+        assert (layer.make_plan(counts_PE).quota_PED == wanted.quota_PED).all()
+    steps.close()
 
 
 def test_the_recorded_loads_ship_and_are_documented() -> None:
