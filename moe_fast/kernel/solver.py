@@ -136,47 +136,40 @@ def lowest_bit(mask):
 
 
 @cute.jit
-def pour_two(load: Int32, rank_a: Int32, rank_b: Int32, amount: Int32, lane: Int32) -> tuple[Int32, Int32]:
-    """`flow.fill_evenly` over two replicas: the loads, and what the first gets."""
-    load_a, load_b = from_lane(load, rank_a), from_lane(load, rank_b)
-    # halved on a non-negative number: // floors there as in Python
-    lift = load_b - load_a + amount + pick(load_a <= load_b, 1, 0)
-    to_a = min(max(lift, Int32(0)) // 2, amount)
-    load += pick(lane == rank_a, to_a, 0)
-    load += pick(lane == rank_b, amount - to_a, 0)
-    return load, to_a
-
-
-@cute.jit
 def pour_many(
     k: cutlass.Constexpr[KernelShape],
     m: cute.Tensor,
     load: Int32,
     expert: Int32,
+    rank: Int32,
     count: Int32,
     amount: Int32,
     lane: Int32,
 ) -> Int32:
-    """`flow.fill_evenly` over any number of replicas, one a lane; writes their rows and returns the loads."""
+    """`flow.fill_evenly` over any number of replicas, one a lane; writes their rows and returns the loads.
+
+    rank: of the replica that a lane has; anything beyond the last.
+    """
     w = words_of(k)
     mine = lane < count
-    first = expert * k.replicas
-    rank = m[w.rank + first + min(lane, count - 1)]
-    here = from_lane(load, rank)
+    here = pick(mine, from_lane(load, rank), NONE - 1)
     # how many ranks lie below this one (ties to the earlier replica), and how many rows lift them up to it
     position, lift = Int32(0), Int32(0)
-    for j in range(count):
+    for j in cutlass.range_constexpr(k.replicas):
         other = from_lane(here, j)
-        below = other < here + pick(lane > j, 1, 0)
+        below = mine & (other < here + pick(lane > j, 1, 0))
         position += pick(below, 1, 0)
         lift += pick(below, here - other, 0)
     shared = mine & (lift < amount)
     width = count_bits(vote(shared))
-    level = total_of(pick(shared, here, 0)) + amount
-    extra = level % width
-    part = pick(shared, level // width - here + pick(position < extra, 1, 0), 0)
-    put_where(m, mine, w.rows + first + lane, part)
-    for j in range(count):
+    rows = total_of(pick(shared, here, 0)) + amount
+    level = rows // width if cutlass.const_expr(k.replicas > 8) else rows
+    for n in cutlass.range_constexpr(2, k.replicas + 1 if k.replicas <= 8 else 2):
+        # division by a constant is a product
+        level = pick(width == n, rows // n, level)
+    part = pick(shared, level - here + pick(position < rows - level * width, 1, 0), 0)
+    put_where(m, mine, w.rows + expert * k.replicas + lane, part)
+    for j in cutlass.range_constexpr(k.replicas):
         load += pick(lane == from_lane(rank, j), from_lane(part, j), 0)
     return load
 
@@ -185,28 +178,42 @@ def pour_many(
 def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: Int32) -> Int32:
     """`flow.pour`: what has no replica at home, expert by expert; returns the loads."""
     w = words_of(k)
+    last = Int32(k.experts - 1)
     for first in range(0, k.experts, WARP):
-        real = first + lane < k.experts
-        expert = min(first + lane, Int32(k.experts - 1))
-        rest, count = pick(real, m[w.rest + expert], 0), m[w.count + expert]
+        expert = min(first + lane, last)
+        rest, count = pick(first + lane < k.experts, m[w.rest + expert], 0), m[w.count + expert]
         rank_a, rank_b = m[w.rank + expert * k.replicas], m[w.rank + expert * k.replicas + 1]
         # one replica is two on the same rank
         where = count << 10 | pick(count > 1, rank_b, rank_a) << 5 | rank_a
-        to_a = Int32(0)
+        to_a, ranks = Int32(0), Int32(0)
         votes = vote(rest > 0)
-        # the next expert's words are asked for before they are needed
         turn = lowest_bit(votes)
         amount, packed = from_lane(rest, turn), from_lane(where, turn)
-        while votes != 0:
-            now, now_amount, now_packed = turn, amount, packed
-            votes = votes & (votes - 1)
-            turn = lowest_bit(votes)
-            amount, packed = from_lane(rest, turn), from_lane(where, turn)
-            if now_packed >> 10 <= 2:
-                load, part = pour_two(load, now_packed & 31, now_packed >> 5 & 31, now_amount, lane)
-                to_a = pick(lane == now, part, to_a)
+        go = votes != 0
+        votes = votes & (votes - 1)
+        following = lowest_bit(votes)
+        if cutlass.const_expr(k.replicas > 2):
+            ranks = m[w.rank + min(first + turn, last) * k.replicas + min(lane, Int32(k.replicas - 1))]
+        while go:
+            # what the next expert needs is asked for now: from one to the next only the loads are waited for
+            load_a, load_b = from_lane(load, packed & 31), from_lane(load, packed >> 5 & 31)
+            next_amount, next_packed = from_lane(rest, following), from_lane(where, following)
+            now_ranks = ranks
+            if cutlass.const_expr(k.replicas > 2):
+                ranks = m[w.rank + min(first + following, last) * k.replicas + min(lane, Int32(k.replicas - 1))]
+            if packed >> 10 <= 2:
+                # `flow.fill_evenly`; halved on a non-negative number: // floors there as in Python
+                lift = load_b - load_a + amount + pick(load_a <= load_b, 1, 0)
+                part = min(max(lift, Int32(0)) // 2, amount)
+                load += pick(lane == (packed & 31), part, 0)
+                load += pick(lane == (packed >> 5 & 31), amount - part, 0)
+                to_a = pick(lane == turn, part, to_a)
             elif cutlass.const_expr(k.replicas > 2):
-                load = pour_many(k, m, load, first + now, now_packed >> 10, now_amount, lane)
+                load = pour_many(k, m, load, first + turn, now_ranks, packed >> 10, amount, lane)
+            turn, amount, packed = following, next_amount, next_packed
+            go = votes != 0
+            votes = votes & (votes - 1)
+            following = lowest_bit(votes)
         put_where(m, (rest > 0) & (count <= 2), w.rows + expert * k.replicas, pick(count == 1, rest, to_a))
         put_where(m, (rest > 0) & (count == 2), w.rows + expert * k.replicas + 1, rest - to_a)
     sync()
@@ -214,6 +221,20 @@ def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: I
 
 
 # --- searching -------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def first_of(
+    k: cutlass.Constexpr[KernelShape], m: cute.Tensor, votes: Int32, held: Int32, mask: Int32, rows: Int32, lane: Int32
+) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+    """Of the lowest lane that is set: which it is, the replica there, the ranks of its expert as bits, its rows; the
+    rank of replica j of that expert in lane j."""
+    turn = lowest_bit(votes)
+    out = from_lane(held, turn)
+    rank = Int32(0)
+    if cutlass.const_expr(k.replicas > 2):
+        rank = m[words_of(k).rank + max(out, Int32(0)) // k.replicas * k.replicas + min(lane, Int32(k.replicas - 1))]
+    return turn, out, from_lane(mask, turn), from_lane(rows, turn), rank
 
 
 @cute.jit
@@ -252,14 +273,15 @@ def search(
                 rows, mask = pick(held >= 0, m[w.rows + at], 0), m[w.mask + at // k.replicas]
                 reaches = reaches | union_of(pick(rows != 0, mask, 0))
                 votes = vote((rows != 0) & ((mask & ~seen) != 0))
+                turn, out, ranks_of, have, rank = first_of(k, m, votes, held, mask, rows, lane)
                 while votes != 0:
-                    turn = lowest_bit(votes)
-                    out, ranks_of, amount = from_lane(held, turn), from_lane(mask, turn), from_lane(rows, turn)
+                    # the slot that is probably next
+                    votes = votes & (votes - 1)
+                    following = first_of(k, m, votes, held, mask, rows, lane)
                     begin = out // k.replicas * k.replicas
                     # replicas on ranks that weren't reached, in their order; of two the other one
-                    rank, others = Int32(0), Int32(1)
+                    others, again = Int32(1), Boolean(False)
                     if cutlass.const_expr(k.replicas > 2):
-                        rank = m[w.rank + begin + min(lane, Int32(k.replicas - 1))]
                         others = vote((lane < k.replicas) & (rank >= 0) & ((seen >> max(rank, Int32(0)) & 1) == 0))
                     while others != 0:
                         bit, into = ranks_of & ~seen, begin * 2 + 1 - out
@@ -270,7 +292,7 @@ def search(
                         here = own == bit
                         giver, taker = pick(here, out, giver), pick(here, into, taker)
                         path, through = pick(here, path_u | bit, path), pick(here, ranks_of, through)
-                        left = pick(here, amount, left)
+                        left = pick(here, have, left)
                         if (room & bit) != 0:
                             # `flow._push`
                             on = ((path_u | bit) & own) != 0
@@ -287,15 +309,21 @@ def search(
                                 add_where(m, step, w.rows + taker, amount)
                                 left -= pick(step, amount, 0)
                                 ways = pick(step, ways | through, ways)
-                                rows += pick(held == taker_u, amount, 0) - pick(lane == turn, amount, 0)
+                                # these may be the rows of a slot that had none; with two replicas that slot's other
+                                # rank was reached before
+                                if cutlass.const_expr(k.replicas > 2):
+                                    rows += pick(held == taker_u, amount, 0) - pick(lane == turn, amount, 0)
+                                    again = taker_u >= 0
                                 sync()
                                 room = vote(load < target)
                         if (room & bit) == 0:
                             seen = seen | bit
                             place = pick(here, tail, place)
                             tail += 1
-                    # the same slot isn't looked at again
-                    votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
+                    if again | ((following[2] & ~seen) == 0):
+                        votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
+                        following = first_of(k, m, votes, held, mask, rows, lane)
+                    turn, out, ranks_of, have, rank = following
             ways = pick(lane == u, reaches | through, ways)
     return moved, seen, load, ways
 

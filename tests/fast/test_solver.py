@@ -128,7 +128,7 @@ def test_more_slots_than_lanes():
 
 
 def test_a_solve_is_short():
-    """Steps that the warp waits for, of 64 experts on two of 8 ranks each: about 20 ns each on an H200."""
+    """Shuffles, votes, sums over the warp and loads of 64 experts on two of 8 ranks each."""
     generator = np.random.default_rng(3)
     placement = Placement.from_replicas([generator.permutation(8)[:2] for _ in range(64)], 8)
     warp, most = WarpSolver(placement, 2, placement.slots), 0
@@ -136,7 +136,7 @@ def test_a_solve_is_short():
         warps.counts.clear()
         warp.solve(counts)
         most = max(most, sum(warps.counts.values()))
-    assert most < 1200
+    assert most < 1600
 
 
 def test_a_branch_that_lanes_take_differently_shows():
