@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
-from moe_fast.kernel.dispatch import push_first, wait_list
+from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
 from moe_fast.kernel.gemm import (
     DTYPES,
     home_address,
@@ -20,7 +20,15 @@ from moe_fast.kernel.gemm import (
     store_chunks,
     tiled_mma,
 )
-from moe_fast.kernel.plan import list_routes, make_plan, publish_list, sync_consumers, wait_plan
+from moe_fast.kernel.plan import (
+    list_routes,
+    load_routes,
+    make_plan,
+    publish_list,
+    routes_per_thread,
+    sync_consumers,
+    wait_plan,
+)
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape, PlanWord
 from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, home_of, mark, note, now, read
@@ -42,8 +50,8 @@ def consume(
     """The two consumer warpgroups, 256 threads."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
-    warp_id = cute.arch.make_warp_uniform(thread // 32)
-    group = cute.arch.make_warp_uniform(thread // 128)
+    warp_id = cute.arch.make_warp_uniform(thread >> 5)
+    group = cute.arch.make_warp_uniform(thread >> 7)
     gate_mma = tiled_mma(dtype, k.gate_columns)
     gate_thr = gate_mma.get_slice(group * 128)
     gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
@@ -78,27 +86,45 @@ def consume(
         start = now(k)
         make_plan(k, a, epoch, side, scratch, thread)
         mark(k, a, block, 0, start, Phase.PLAN, thread == 0)
+    each = routes_per_thread(k)
+    routes = tuple(cute.make_rmem_tensor(size, Int32) for size in (each, each, 2))
+    places = tuple(cute.make_rmem_tensor(each, Int32) for _ in range(2))
+    places[0].fill(-1)
+    if cutlass.const_expr(not k.by_token):
+        if block < processors:
+            load_routes(k, a, side, block, routes, thread)
     if thread == 0:
         wait_plan(a, side, Role.GATE)
     sync_consumers()
     start = now(k)
+    usable = Boolean(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a))
     if cutlass.const_expr(k.by_token):
         if block < processors:
             list_all_tokens(k, a, side, block, processors, token_tiles, scratch, thread)
     elif block < processors:
-        if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
+        if usable:
             for tile in range(block, token_tiles, processors):
-                list_routes(k, a, side, tile, thread)
+                list_routes(k, a, side, tile, routes, places, thread)
+                load_routes(k, a, side, tile + processors, routes, thread)
         publish_list(a, side, thread)
-    if thread == 0:
-        wait_list(a, side, processors)
-    sync_consumers()
-
     mark(k, a, block, 0, start, Phase.LIST, thread == 0)
 
     # the first rows, with all hands
     start = now(k)
-    push_first(k, a, side, block * 8 + warp_id, blocks * 8, lane)
+    direct = Boolean(False)
+    if cutlass.const_expr(not k.by_token):
+        direct = pushes_own(token_tiles, processors)
+    if direct and block < processors:
+        # Each block those of its own tokens, which it knows already. That every block has listed its routes, the
+        # dispatcher makes sure of before the last word.
+        if usable:
+            push_own(k, a, side, block, places, thread)
+    else:
+        if thread == 0:
+            wait_list(a, side, processors)
+        sync_consumers()
+        if not direct:
+            push_first(k, a, side, block * 8 + warp_id, blocks * 8, lane)
     mark(k, a, block, 0, start, Phase.PUSH, thread == 0)
 
     # the products; their addresses are worked out only here, for the gate has no register to spare

@@ -2,8 +2,9 @@
 
 A warp claims a unit of rows of one destination, copies them with 16-byte stores, fences once and adds to the arrival
 counters. With a row goes its home: source rank and route, which is where its result returns to. All warps together copy
-the first local rows, so that every processor has a first task soon; then the spare warps alternate between remote rows,
-to all peers in turn so that every link is busy, and the remaining local ones.
+the first local rows, so that every processor has a first task soon: where there are enough blocks with tokens, each
+those of its own tokens, at once, else all of them from the send list. Then the spare warps alternate between remote
+rows, to all peers in turn so that every link is busy, and the remaining local ones.
 
 Rows lie in expert order (send list), so an owner's first tiles are complete long before the last row has left.
 """
@@ -15,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir import ir
 
+from moe_fast.kernel.scans import CONSUMERS
 from moe_fast.kernel.shapes import (
     BOOST_ROWS,
     BOOST_UNIT,
@@ -171,6 +173,63 @@ def push_first(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, warp: In
         units = ceil_div(boost_rows(read(a.plan, PlanWord.NEAR_ROWS)), BOOST_UNIT)
         for unit in range(warp, units, warps):
             push_unit(k, a, side, a.rank, unit, BOOST_UNIT, lane)
+
+
+@cute.jit
+def pushes_own(token_tiles: Int32, processors: Int32) -> Boolean:
+    """Whether every block pushes the first rows of its own tokens, one tile of them, without waiting for the send list:
+    only where there are enough blocks with tokens to share the work."""
+    return token_tiles * 3 >= processors and token_tiles <= processors
+
+
+@cute.jit
+def push_own(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, places: tuple, thread: Int32):
+    """A warp pushes those of its routes of token tile `tile` that are among the first local rows.
+
+    places: of this thread's routes, every 256th of the tile's, the place in the send list and the row where it lands.
+    """
+    place, row = places
+    lane = thread % 32
+    starts = k.plan_parts * k.experts
+    begin = read(a.list_start, starts + a.rank)
+    until = begin + boost_rows(read(a.list_start, starts + a.rank + 1) - begin)
+    row_bytes = k.hidden * k.element_size
+    inside = Int64(lane * VECTOR_BYTES)
+    sources = a.x + inside
+    targets = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch + inside
+    first = tile * (TILE_ROWS * k.top_k) + thread
+    # of the first of two rows, while there is no second
+    held, held_source, held_target = Boolean(False), Int64(0), Int64(0)
+    for j in cutlass.range_constexpr(cute.size(place)):
+        mine = place[j] >= begin and place[j] < until
+        route = first + j * CONSUMERS
+        if mine:
+            if cutlass.const_expr(k.put):
+                write(targets - inside + Int64(row[j]) * k.row_pitch + row_bytes, 0, (a.rank << HOME_BITS) | route)
+            else:
+                write(a.heap + a.home_at, side * a.rows + row[j], (a.rank << HOME_BITS) | route)
+        bits = cute.arch.vote_ballot_sync(mine)
+        while bits != 0:
+            one = Int32(cute.arch.popc((bits & (0 - bits)) - 1))
+            bits = bits & (bits - 1)
+            token = cute.arch.shuffle_sync(route // k.top_k, one)
+            source = sources + Int64(token) * row_bytes
+            target = targets + Int64(cute.arch.shuffle_sync(row[j], one)) * k.row_pitch
+            if held:
+                copy_pair(k, held_source, source, held_target, target, lane)
+            held, held_source, held_target = not held, source, target
+    if held:
+        copy_pair(k, held_source, held_source, held_target, held_target, lane)
+    cute.arch.sync_warp()
+    cute.arch.fence_acq_rel_gpu()
+    cute.arch.sync_warp()
+    for j in cutlass.range_constexpr(cute.size(place)):
+        if place[j] >= begin and place[j] < until:
+            if cutlass.const_expr(k.put):
+                add_signal(a.heap + a.arrived_at + Int64(arrived_word(k, a, side, row[j] // TILE_ROWS)) * 4, 1)
+            else:
+                add(a.heap + a.arrived_at, arrived_word(k, a, side, row[j] // TILE_ROWS), 1, "sys")
+    cute.arch.sync_warp()
 
 
 @cute.jit

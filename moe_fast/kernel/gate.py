@@ -273,34 +273,50 @@ def choose(
     thread: Int32,
 ):
     """Epilogue of the gate's product: scores and top-k of the 128 tokens of a tile; ids and weights to memory."""
+    # both of a thread's rows in turn: the steps of one fill the waits of the other; 256 logits leave no room for that
+    rows_at_once = 2 if k.experts <= 128 else 1
+    for first in cutlass.range_constexpr(0, 2, rows_at_once):
+        choose_rows(k, a, logits, tile, scratch, thread, first, rows_at_once)
+
+
+@cute.jit
+def choose_rows(
+    k: cutlass.Constexpr[KernelShape], a: Args, logits: cute.Tensor, tile: Int32, scratch: cute.Pointer, thread: Int32,
+    first: cutlass.Constexpr, count: cutlass.Constexpr,
+):  # fmt: skip
+    """`choose` for `count` of a thread's two rows, from number `first` on."""
     quad = thread % 4
-    for half in cutlass.range_constexpr(2):
-        row = thread // 32 * 16 + thread % 32 // 4 + half * 8
+    own = (thread >> 5) * 16 + (thread % 32 >> 2)
+    total = cute.make_rmem_tensor(2, Float32)
+    total.fill(0.0)
+    for half in cutlass.range_constexpr(first, first + count):
         bad = scores_in_place(k, scratch, logits, half, quad)
-        inside = tile * TILE_ROWS + row < a.tokens
-        if bad != 0 and inside:
+        if bad != 0 and tile * TILE_ROWS + own + half * 8 < a.tokens:
             cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu")
         if cutlass.const_expr(k.num_groups > 1):
             keep_best_groups(k, scratch, logits, half, quad)
-        total = Float32(0.0)
-        for j in cutlass.range(k.top_k, unroll=1):
+    for j in cutlass.range(k.top_k, unroll=1):
+        for half in cutlass.range_constexpr(first, first + count):
             column, weight = best_column(k, scratch, logits, half, quad)
-            total += weight
+            total[half] = total[half] + weight
             if quad == 0:
                 # a row of NaNs has no best column
-                if column >= k.experts or not inside:
+                if column >= k.experts or tile * TILE_ROWS + own + half * 8 >= a.tokens:
                     column = Int32(-1)
-                cute.arch.store(scratch + IDS + row * k.top_k + j, column)
-                cute.arch.store(scratch + WEIGHTS + row * k.top_k + j, weight.bitcast(Int32))
-        if quad == 0:
+                cute.arch.store(scratch + IDS + (own + half * 8) * k.top_k + j, column)
+                cute.arch.store(scratch + WEIGHTS + (own + half * 8) * k.top_k + j, weight.bitcast(Int32))
+    if quad == 0:
+        for half in cutlass.range_constexpr(first, first + count):
+            row = own + half * 8
+            sum_ = total[half]
             if cutlass.const_expr(k.top_k_order == "before_scores"):
-                total = score_chosen(k, scratch + WEIGHTS + row * k.top_k)
+                sum_ = score_chosen(k, scratch + WEIGHTS + row * k.top_k)
             factor = Float32(k.routed_scaling)
             if cutlass.const_expr(k.renormalize):
-                factor = factor / cute.arch.fmax(total, Float32(TINY))
+                factor = factor / cute.arch.fmax(sum_, Float32(TINY))
             for j in cutlass.range_constexpr(k.top_k):
                 weight = cute.arch.load(scratch + WEIGHTS + row * k.top_k + j, Int32).bitcast(Float32)
-                if inside:
+                if tile * TILE_ROWS + own + half * 8 < a.tokens:
                     route = (tile * TILE_ROWS + row) * k.top_k + j
                     write(a.expert, route, cute.arch.load(scratch + IDS + row * k.top_k + j, Int32))
                     write(a.weight, route, weight * factor, Float32)
@@ -328,7 +344,7 @@ def rank_routes(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, scratch: cute.Pointer, thread: Int32
 ):
     """Histogram of a token tile, and for each of its routes how many routes before it in the tile have its expert."""
-    lane, warp = thread % 32, thread // 32
+    lane, warp = thread % 32, thread >> 5
     sync_consumers()
     for w in cutlass.range_constexpr(8):
         if thread < k.experts:
@@ -366,7 +382,7 @@ def rank_routes(
             base = cute.arch.load(scratch + COUNTS + r // per_warp * 256 + expert, Int32)
             rank = cute.arch.load(scratch + RANKS + r, Int32)
             write(a.index, tile * (TILE_ROWS * k.top_k) + r, base + rank)
-    cute.arch.fence_acq_rel_gpu()
+    # the release below covers what all threads wrote before this barrier
     sync_consumers()
     if thread == 0:
         add(side_counters(a, side), Counter.ROUTED, 1, "gpu", "release")

@@ -14,14 +14,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
+from moe_fast.kernel.dispatch import boost_rows
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
-from moe_fast.kernel.shapes import TILE_ROWS, Counter, KernelShape, PlanWord, Status, dropped
+from moe_fast.kernel.shapes import EARLY, TILE_ROWS, Counter, KernelShape, PlanWord, Status, dropped
 from moe_fast.kernel.signals import Args, Role, Wait, add, home_row, peer, read, side_counters, wait_reached, write
 from moe_fast.kernel.transport import put_counts
 from moe_ref.layout import ceil_div, compact_row, fixed_row
 from moe_ref.runtime.encoding import counts_signal, next_target
 
-BATCH = 16
+BATCH = 32
 """Histogram rows that a thread has in flight while it sums over token tiles."""
 
 
@@ -55,13 +56,15 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expe
 def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
 ):
-    """The planner. scratch: 1536 words of shared memory; with replicas 8192."""
+    """The planner. scratch: 2048 words of shared memory; with replicas 8192."""
     # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice,
-    # 1024- two words per slot
+    # 1024- four words per slot
     counters = side_counters(a, side)
     token_tiles = ceil_div(a.tokens, TILE_ROWS)
     if cutlass.const_expr(k.placed):
         replicas.load_tables(k, a, scratch, thread)
+    # with put-with-signal into this rank's own memory, from where a warp puts it
+    bases = [a.heap] if k.put or k.ranks == 1 else [peer(a, p) for p in range(k.ranks)]
     ok = Boolean(True)
     if thread == 0:
         ok = wait_reached(counters, Counter.ROUTED, token_tiles, a, Role.PLANNER, Wait.ROUTED, token_tiles, "gpu")
@@ -72,6 +75,8 @@ def make_plan(
     part, expert = thread // width, thread % width
     sums = scratch + 64
     here = Int32(0)
+    # asked for here, used when the counts leave
+    status = read(a.plan, PlanWord.STATUS)
     if expert < k.experts:
         here = sum_histograms(k, a, part, expert)
     cute.arch.store(sums + thread, here)
@@ -99,15 +104,12 @@ def make_plan(
     # my row of counts to every rank, then one signal each
     stride = Int32(k.counts_stride)
     row = (side * k.ranks + a.rank) * stride
-    # with put-with-signal into this rank's own memory, from where a warp puts it
-    bases = [a.heap] if k.put else [peer(a, p) for p in range(k.ranks)]
     if thread < k.experts:
         for p in cutlass.range_constexpr(len(bases)):
             write(bases[p] + a.counts_at, row + thread, kept)
             if cutlass.const_expr(k.drops):
                 write(bases[p] + a.counts_at, row + k.experts + 2 + thread, mine)
     if thread == 0:
-        status = read(a.plan, PlanWord.STATUS)
         for p in cutlass.range_constexpr(len(bases)):
             write(bases[p] + a.counts_at, row + k.experts, status)
             write(bases[p] + a.counts_at, row + k.experts + 1, a.tokens)
@@ -115,20 +117,24 @@ def make_plan(
     if cutlass.const_expr(k.put):
         if thread < 32:
             put_counts(k, a, row, counts_signal(epoch), thread)
-    if thread < k.ranks:
-        if cutlass.const_expr(not k.put):
-            address = peer(a, thread) + a.counts_flag_at
-            # covers what the other threads wrote before the barrier
-            cute.arch.fence_acq_rel_sys()
-            write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
-        elif thread == a.rank:
-            write(a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), sem="release", scope="sys")
-        heard = wait_reached(
-            a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), a, Role.PLANNER, Wait.COUNTS,
-            thread, "sys",
-        )  # fmt: skip
-        if not heard:
-            cute.arch.store(scratch + 8, Int32(0))
+    # a single rank has told itself what it knows
+    if cutlass.const_expr(k.ranks > 1):
+        if thread < k.ranks:
+            if cutlass.const_expr(not k.put):
+                address = peer(a, thread) + a.counts_flag_at
+                # covers what the other threads wrote before the barrier
+                cute.arch.fence_acq_rel_sys()
+                write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
+            elif thread == a.rank:
+                write(
+                    a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), sem="release", scope="sys"
+                )
+            heard = wait_reached(
+                a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), a, Role.PLANNER, Wait.COUNTS,
+                thread, "sys",
+            )  # fmt: skip
+            if not heard:
+                cute.arch.store(scratch + 8, Int32(0))
     sync_consumers()
 
     if cutlass.const_expr(k.placed):
@@ -176,6 +182,9 @@ def place_experts(
     rows = Int32(0)
     before = Int32(0)
     owner = Int32(k.ranks)
+    status = Int32(0)
+    for p in cutlass.range_constexpr(k.ranks):
+        status = status | read(counts, (side * k.ranks + p) * stride + k.experts)
     if thread < k.experts:
         owner = Int32(k.owner(thread))
         for p in cutlass.range_constexpr(k.ranks):
@@ -197,10 +206,8 @@ def place_experts(
         cute.arch.store(list_at + k.ranks, start + mine)
     sync_consumers()
 
-    status = Int32(0)
     far = Int32(0)
     for p in cutlass.range_constexpr(k.ranks):
-        status = status | read(counts, (side * k.ranks + p) * stride + k.experts)
         first = cute.arch.load(tile_at + p, Int32)
         if (cute.arch.load(tile_at + p + 1, Int32) - first) * TILE_ROWS > a.rows:
             status = status | Status.OVERFLOW
@@ -229,6 +236,11 @@ def place_experts(
         slot = thread - first_expert_of(k, a.rank)
         cute.arch.store(slot_rows + slot, rows)
         cute.arch.store(slot_tile + slot, tiles_before - first_here)
+        # of an expert's rows, those that all warps of this rank send first
+        earlier = start - cute.arch.load(list_at + a.rank, Int32)
+        pushed = min(max(boost_rows(near) - earlier, Int32(0)), mine)
+        cute.arch.store(slot_tile + k.slots + slot, before)
+        cute.arch.store(slot_tile + 2 * k.slots + slot, before + pushed)
     sync_consumers()
     held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
     publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
@@ -257,13 +269,18 @@ def publish_plan(
         begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
         filled = min(cute.arch.load(slot_rows + slot, Int32) - begun, Int32(TILE_ROWS))
         place = tile
+        early = Int32(0)
+        if cutlass.const_expr(not k.placed):
+            lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
+            if begun >= lowest and begun + filled <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
+                early = Int32(EARLY)
         if cutlass.const_expr(k.fixed):
             source = slot % k.ranks
             slot = slot // k.ranks
             place = fixed_row(source, 0, 0, slot, begun, k.slots, a.slot_capacity) // TILE_ROWS
             write(a.tile_at, tile, place)
         write(a.tile_slot, tile, slot)
-        write(a.tile_rows, tile, filled)
+        write(a.tile_rows, tile, filled | early)
         write(targets, place, next_target(read(targets, place), filled))
     if thread == 0:
         write(a.plan, PlanWord.ROW_TILES, row_tiles)
@@ -274,7 +291,7 @@ def publish_plan(
         if status != 0:
             write(a.record, 7, status)
             write(a.record, 1, a.rank)
-    cute.arch.fence_acq_rel_gpu()
+    # the release below covers what all threads wrote before this barrier
     sync_consumers()
     if thread == 0:
         write(counters, Counter.PLANNED, 1, sem="release", scope="gpu")
@@ -294,62 +311,103 @@ def wait_plan(a: Args, side: Int32, role: cutlass.Constexpr) -> Boolean:
 
 
 @cute.jit
-def list_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, thread: Int32):
-    """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect."""
+def load_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, routes: tuple, thread: Int32):
+    """What the send list needs to know about a token tile and doesn't depend on the plan: asked for ahead.
+
+    routes: of this thread's routes (every 256th of the tile's) the expert and the number within the tile and expert;
+    then how many rows its token will get back (not with a capacity: that depends on the plan), and what its arrival
+    counter was waiting for last time.
+    """
+    expert, index, token_rows = routes
     first = tile * (TILE_ROWS * k.top_k)
-    count = min(a.tokens * k.top_k - first, Int32(TILE_ROWS * k.top_k))
+    for j in cutlass.range_constexpr(routes_per_thread(k)):
+        expert[j], index[j] = -1, 0
+        r = thread + j * CONSUMERS
+        if r < TILE_ROWS * k.top_k and first + r < a.tokens * k.top_k:
+            expert[j] = read(a.expert, first + r)
+            index[j] = read(a.index, first + r)
+    token = tile * TILE_ROWS + thread
+    token_rows.fill(0)
+    if thread < TILE_ROWS and token < a.tokens:
+        token_rows[1] = read(a.back_target + Int64(side * a.max_tokens) * 4, token)
+        if cutlass.const_expr(not k.drops):
+            for j in cutlass.range_constexpr(k.top_k):
+                if read(a.expert, first + thread * k.top_k + j) >= 0:
+                    token_rows[0] = token_rows[0] + 1
+
+
+def routes_per_thread(k: KernelShape) -> int:
+    """Routes of a token tile that each of the 256 threads has at most."""
+    return ceil_div(TILE_ROWS * k.top_k, CONSUMERS)
+
+
+@cute.jit
+def list_routes(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, routes: tuple, places: tuple, thread: Int32
+):
+    """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect.
+
+    routes: see `load_routes`. places: becomes each route's place in the send list, -1 for none, and the row where it
+    lands.
+    """
+    expert, index, token_rows = routes
+    place, row = places
+    first = tile * (TILE_ROWS * k.top_k)
     starts = tile // tiles_per_part(k, a.tokens) * k.experts
-    for r in range(thread, count, CONSUMERS):
-        expert = read(a.expert, first + r)
-        if expert >= 0:
-            place = (
-                read(a.list_start, starts + expert)
-                + read(a.histogram, tile * k.experts + expert)
-                + read(a.index, first + r)
+    # all loads are on their way before the first place is known
+    for j in cutlass.range_constexpr(routes_per_thread(k)):
+        place[j], row[j] = -1, 0
+        if expert[j] >= 0:
+            place[j] = (
+                read(a.list_start, starts + expert[j]) + read(a.histogram, tile * k.experts + expert[j]) + index[j]
             )
-            fits = Boolean(True)
-            if cutlass.const_expr(k.drops):
-                # first come, first served: the rest is masked from here on
-                fits = place - read(a.list_start, expert) < a.capacity
-                if not fits:
-                    write(a.expert, first + r, dropped(expert))
+            if cutlass.const_expr(not k.placed):
+                row[j] = read(a.row_shift, expert[j])
+    for j in cutlass.range_constexpr(routes_per_thread(k)):
+        route = first + thread + j * CONSUMERS
+        fits = place[j] >= 0
+        if cutlass.const_expr(k.drops):
+            # first come, first served: the rest is masked from here on
             if fits:
-                target = expert
-                if cutlass.const_expr(k.placed):
-                    target, place = replicas.choose_replica(k, a, expert, place)
-                row = place + read(a.row_shift, target)
-                # an entry of the send list: the route, and the row where it lands
-                write(a.send, place, Int64(first + r) | (Int64(row) << 32), Int64)
-                if cutlass.const_expr(k.fixed):
-                    write(a.where, first + r, home_row(a, row, read(a.placement, target), a.rank))
+                fits = place[j] - read(a.list_start, expert[j]) < a.capacity
+                if not fits:
+                    write(a.expert, route, dropped(expert[j]))
+                    place[j] = -1
+        if fits:
+            target = expert[j]
+            if cutlass.const_expr(k.placed):
+                target, moved = replicas.choose_replica(k, a, expert[j], place[j])
+                place[j] = moved
+                row[j] = read(a.row_shift, target)
+            row[j] = row[j] + place[j]
+            # an entry of the send list: the route, and the row where it lands
+            write(a.send, place[j], Int64(route) | (Int64(row[j]) << 32), Int64)
+            if cutlass.const_expr(k.fixed):
+                write(a.where, route, home_row(a, row[j], read(a.placement, target), a.rank))
     token = tile * TILE_ROWS + thread
     if thread < TILE_ROWS and token < a.tokens:
-        valid = Int32(0)
-        for j in cutlass.range_constexpr(k.top_k):
-            route = first + thread * k.top_k + j
-            expert = read(a.expert, route)
-            if cutlass.const_expr(k.drops):
+        valid = token_rows[0]
+        if cutlass.const_expr(k.drops):
+            for j in cutlass.range_constexpr(k.top_k):
+                route = first + thread * k.top_k + j
+                chosen = read(a.expert, route)
                 # another thread may be masking the route just now: it is judged by its place, like there
-                if expert < -1:
-                    expert = dropped(expert)
-                if expert >= 0:
-                    earlier = read(a.list_start, starts + expert) - read(a.list_start, expert)
-                    place = earlier + read(a.histogram, tile * k.experts + expert) + read(a.index, route)
-                    if place < a.capacity:
+                if chosen < -1:
+                    chosen = dropped(chosen)
+                if chosen >= 0:
+                    earlier = read(a.list_start, starts + chosen) - read(a.list_start, chosen)
+                    if earlier + read(a.histogram, tile * k.experts + chosen) + read(a.index, route) < a.capacity:
                         valid += 1
-            elif expert >= 0:
-                valid += 1
         if cutlass.const_expr(k.shared_intermediate > 0):
             # and one row of the shared expert for every token
             valid += 1
-        targets = a.back_target + Int64(side * a.max_tokens) * 4
-        write(targets, token, next_target(read(targets, token), valid))
+        write(a.back_target + Int64(side * a.max_tokens) * 4, token, next_target(token_rows[1], valid))
 
 
 @cute.jit
 def publish_list(a: Args, side: Int32, thread: Int32):
     """This block has entered all of its token tiles."""
-    cute.arch.fence_acq_rel_gpu()
+    # the release below covers what all threads wrote before this barrier
     sync_consumers()
     if thread == 0:
         add(side_counters(a, side), Counter.LISTED, 1, "gpu", "release")

@@ -16,9 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
-from moe_fast.kernel.shapes import FILLED_SHIFT, HOME_BITS, TILE_ROWS, KernelShape, PlanWord
+from moe_fast.kernel.shapes import EARLY, FILLED_SHIFT, HOME_BITS, TILE_ROWS, KernelShape, PlanWord
 from moe_fast.kernel.signals import (
     Args,
     Role,
@@ -117,19 +118,24 @@ def dispatch_words(
                     while Int32(task_kind(word)) == NONE:
                         mails += 1
                         word = next_mail(k, a, side, processor, processors, mails)
-                    if Int32(task_kind(word)) != STOP:
-                        word = word | (Int64(read(a.tile_slot, Int32(task_row_tile(word)))) << SLOT_SHIFT)
                 if Int32(task_kind(word)) != STOP:
                     # looked up here, where there is time: the consumers' own loads would hold their products up
-                    word = word | (Int64(read(a.tile_rows, Int32(task_row_tile(word)))) << FILLED_SHIFT)
+                    filled = read(a.tile_rows, Int32(task_row_tile(word))) & (EARLY - 1)
+                    if cutlass.const_expr(k.scheduler != "tickets"):
+                        expert = read(a.tile_slot, Int32(task_row_tile(word)))
+                        word = word | (Int64(expert) << SLOT_SHIFT)
+                    word = word | (Int64(filled) << FILLED_SHIFT)
                 else:
                     after = token_tiles > 0
             if cutlass.const_expr(k.shared_intermediate > 0):
                 if after:
                     word = next_shared(k, a, side, GEMM1, token_tiles)
+        go = Int32(task_kind(word)) != STOP
+        if not go:
+            # whoever combines after the last task knows what every token waits for
+            wait_list(a, side, processors)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
-        go = Int32(task_kind(word)) != STOP
         number += 1
 
 

@@ -25,11 +25,11 @@ def scan(value: Int32, scratch: cute.Pointer, thread: Int32) -> Int32:
             total += other
     sync_consumers()
     if lane == 31:
-        cute.arch.store(scratch + thread // 32, total)
+        cute.arch.store(scratch + (thread >> 5), total)
     sync_consumers()
     before = Int32(0)
     for w in cutlass.range_constexpr(8):
         part = cute.arch.load(scratch + w, Int32)
-        if w < thread // 32:
+        if w < (thread >> 5):
             before += part
     return before + total - value

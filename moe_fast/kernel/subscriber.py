@@ -1,7 +1,8 @@
 """Subscribers: watch what peers put into this GPU's memory and turn complete row tiles into ready tasks.
 
-96 lanes share the blocks of row tiles; a block whose tiles all have their rows is appended to the ready queue of GEMM0.
-They use relaxed loads: whoever computes a tile acquires its counter.
+96 lanes share the blocks of row tiles; a block whose tiles all have their rows is appended to the ready queue of GEMM0,
+and so is at once one whose rows are all among the first ones of this rank: they are on their way. They use relaxed
+loads: whoever computes a tile acquires its counter.
 """
 
 from __future__ import annotations
@@ -11,12 +12,29 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.scheduler import make_ready
-from moe_fast.kernel.shapes import TILE_ROWS, KernelShape
+from moe_fast.kernel.shapes import EARLY, TILE_ROWS, KernelShape
 from moe_fast.kernel.signals import Args, Role, Wait, aborted, arrived_word, buffer_tile, fail, read
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import reached
 
 LANES = 96
+
+
+@cute.jit
+def all_there(
+    k: cutlass.Constexpr[KernelShape], a: Args, counters: Int64, targets: Int64, first: Int32, row_tiles: Int32
+) -> Boolean:
+    """Whether a block of row tiles has its rows, or they are on their way: its tasks needn't wait for their arrival."""
+    early, lacking = Int32(EARLY), Int32(0)
+    # no branch between the loads: all are on their way before the first is looked at
+    for i in cutlass.range_constexpr(k.block_tiles):
+        t = min(first + i, row_tiles - 1)
+        tile = buffer_tile(k, a, t)
+        early = early & read(a.tile_rows, t)
+        seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
+        # negative once one of them is
+        lacking = lacking | (seen - read(targets, tile))
+    return reached(lacking, 0) or early != 0
 
 
 @cute.jit
@@ -38,10 +56,13 @@ def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles
                 if ((done >> j) & 1) == 0:
                     block = base + j * LANES
                     ok = Boolean(True)
-                    for t in range(block * size, min(block * size + size, row_tiles)):
-                        tile = buffer_tile(k, a, t)
-                        seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
-                        ok = ok and reached(seen, read(targets, tile))
+                    if cutlass.const_expr(k.by_token):
+                        for t in range(block * size, min(block * size + size, row_tiles)):
+                            tile = buffer_tile(k, a, t)
+                            seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
+                            ok = ok and reached(seen, read(targets, tile))
+                    else:
+                        ok = all_there(k, a, counters, targets, block * size, row_tiles)
                     if ok:
                         make_ready(k, a, side, 0, block)
                         done = done | (1 << j)
