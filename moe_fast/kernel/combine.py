@@ -260,9 +260,9 @@ def combine_early(
         tile += stride
         if tile * TOKEN_TILE >= a.tokens:
             tile = first
-        go = cute.arch.load(over, Int32, sem="relaxed", scope="cta", ss="cta") == 0
-        if aborted(a):
-            go = Boolean(False)
+        # lanes may see the flags change at different times, and must leave together
+        done = cute.arch.load(over, Int32, sem="relaxed", scope="cta", ss="cta") != 0
+        go = not cute.arch.vote_any_sync(done or aborted(a))
 
 
 @cute.jit

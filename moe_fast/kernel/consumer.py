@@ -97,7 +97,8 @@ def consume(
         wait_plan(a, side, Role.GATE)
     sync_consumers()
     start = now(k)
-    usable = Boolean(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a))
+    # the same in all lanes: pushing takes whole warps
+    usable = cute.arch.vote_all_sync(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a))
     if cutlass.const_expr(k.by_token):
         if block < processors:
             list_all_tokens(k, a, side, block, processors, token_tiles, scratch, thread)
@@ -116,7 +117,7 @@ def consume(
         direct = pushes_own(token_tiles, processors)
     if direct and block < processors:
         # Each block those of its own tokens, which it knows already. That every block has listed its routes, the
-        # dispatcher makes sure of before the last word.
+        # dispatcher makes sure of before the last word: nobody here reads another block's entries before the combine.
         if usable:
             push_own(k, a, side, block, places, thread)
     else:
@@ -205,7 +206,7 @@ def consume(
         number += 1
 
     start = now(k)
-    if read(a.plan, PlanWord.USABLE) != 0 and not aborted(a):
+    if cute.arch.vote_all_sync(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)):
         if cutlass.const_expr(k.by_token):
             sum_rest(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
         combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)

@@ -33,6 +33,7 @@ from moe_fast.kernel.signals import (
     Role,
     Wait,
     aborted,
+    aborted_together,
     add,
     arrived_word,
     fetch_add,
@@ -169,7 +170,7 @@ def boost_rows(near_rows: Int32) -> Int32:
 @cute.jit
 def push_first(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, warp: Int32, warps: Int32, lane: Int32):
     """Warp number `warp` of all consumer warps: its share of the first local rows."""
-    if not aborted(a):
+    if not aborted_together(a):
         units = ceil_div(boost_rows(read(a.plan, PlanWord.NEAR_ROWS)), BOOST_UNIT)
         for unit in range(warp, units, warps):
             push_unit(k, a, side, a.rank, unit, BOOST_UNIT, lane)
@@ -187,6 +188,9 @@ def push_own(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int3
     """A warp pushes those of its routes of token tile `tile` that are among the first local rows.
 
     places: of this thread's routes, every 256th of the tile's, the place in the send list and the row where it lands.
+
+    As in `push_unit` a lane's fence, between two barriers of the warp, covers what all lanes have stored of the row it
+    counts.
     """
     place, row = places
     lane = thread % 32

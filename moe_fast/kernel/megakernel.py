@@ -246,7 +246,7 @@ class MegaKernel:
                 else:
                     spare(k, a, side, block, processors, over, lane)
             elif cutlass.const_expr(k.scheduler == "os_block"):
-                if wait_plan(a, side, Role.SCHEDULER):
+                if cute.arch.vote_all_sync(wait_plan(a, side, Role.SCHEDULER)):
                     row_tiles = read(a.plan, PlanWord.ROW_TILES)
                     if warp_id == 0:
                         schedule(k, a, side, row_tiles, processors, lane)

@@ -117,7 +117,7 @@ def make_plan(
     if cutlass.const_expr(k.put):
         if thread < 32:
             put_counts(k, a, row, counts_signal(epoch), thread)
-    # a single rank has told itself what it knows
+    # a single rank has told itself what it knows: this block reads its counts again after the barrier below
     if cutlass.const_expr(k.ranks > 1):
         if thread < k.ranks:
             if cutlass.const_expr(not k.put):
@@ -236,11 +236,12 @@ def place_experts(
         slot = thread - first_expert_of(k, a.rank)
         cute.arch.store(slot_rows + slot, rows)
         cute.arch.store(slot_tile + slot, tiles_before - first_here)
-        # of an expert's rows, those that all warps of this rank send first
-        earlier = start - cute.arch.load(list_at + a.rank, Int32)
-        pushed = min(max(boost_rows(near) - earlier, Int32(0)), mine)
-        cute.arch.store(slot_tile + k.slots + slot, before)
-        cute.arch.store(slot_tile + 2 * k.slots + slot, before + pushed)
+        if cutlass.const_expr(k.early):
+            # of an expert's rows, those that all warps of this rank send first
+            earlier = start - cute.arch.load(list_at + a.rank, Int32)
+            pushed = min(max(boost_rows(near) - earlier, Int32(0)), mine)
+            cute.arch.store(slot_tile + k.slots + slot, before)
+            cute.arch.store(slot_tile + 2 * k.slots + slot, before + pushed)
     sync_consumers()
     held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
     publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
@@ -270,7 +271,7 @@ def publish_plan(
         filled = min(cute.arch.load(slot_rows + slot, Int32) - begun, Int32(TILE_ROWS))
         place = tile
         early = Int32(0)
-        if cutlass.const_expr(not k.placed):
+        if cutlass.const_expr(k.early):
             lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
             if begun >= lowest and begun + filled <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
                 early = Int32(EARLY)
@@ -313,6 +314,9 @@ def wait_plan(a: Args, side: Int32, role: cutlass.Constexpr) -> Boolean:
 @cute.jit
 def load_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, routes: tuple, thread: Int32):
     """What the send list needs to know about a token tile and doesn't depend on the plan: asked for ahead.
+
+    All of it was written by this block: the routes by its gate, with barriers since, the counter's target in the last
+    call of this side.
 
     routes: of this thread's routes (every 256th of the tile's) the expert and the number within the tile and expert;
     then how many rows its token will get back (not with a capacity: that depends on the plan), and what its arrival

@@ -132,7 +132,9 @@ def dispatch_words(
                     word = next_shared(k, a, side, GEMM1, token_tiles)
         go = Int32(task_kind(word)) != STOP
         if not go:
-            # whoever combines after the last task knows what every token waits for
+            # Whoever combines after the last task knows what every token waits for: this acquires what all blocks
+            # listed, and the barrier below hands it on to the readers of the word. It waits for consumers only, who
+            # list before their first task, so for no product.
             wait_list(a, side, processors)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)

@@ -26,6 +26,7 @@ from moe_fast.kernel.signals import (
     Role,
     Wait,
     aborted,
+    aborted_together,
     dense_tiles,
     fail,
     fetch_add,
@@ -296,9 +297,10 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
                         )
                         stopped = stopped | (1 << j)
             go = not cute.arch.vote_all_sync(stopped == mine)
-        if aborted(a):
+        # lanes read flag and clock at different times, and must leave together
+        if aborted_together(a):
             go = Boolean(False)
-        elif Int64(cute.arch.globaltimer() - start) > a.deadline * 2:
+        elif cute.arch.vote_any_sync(Int64(cute.arch.globaltimer() - start) > a.deadline * 2):
             if lane == 0:
                 fail(a, Role.SCHEDULER, Wait.ARRIVALS, Int32(0), head0 + head1, blocks * (per0 + per1))
             go = Boolean(False)

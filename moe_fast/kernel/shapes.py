@@ -376,6 +376,13 @@ class KernelShape:
         return self.wire_format == "tokens"
 
     @property
+    def early(self) -> bool:
+        """Whether row tiles that consist of the rank's own first rows are marked `EARLY`. Not where replicas move rows,
+        whose places the plan's slots don't tell; not in the wire format "tokens", whose spare warps read how many rows
+        a tile has and would take the bit for rows."""
+        return not (self.placed or self.by_token)
+
+    @property
     def far_unit(self) -> int:
         """entries of the send list that a warp takes together for another rank"""
         return TOKEN_UNIT if self.by_token else UNIT_ROWS

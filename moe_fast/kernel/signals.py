@@ -353,6 +353,13 @@ def aborted(a: Args) -> Boolean:
 
 
 @cute.jit
+def aborted_together(a: Args) -> Boolean:
+    """Whole warp: `aborted`, the same in all lanes. Lanes that read the flag by themselves may read different values,
+    and those that go on would wait for the others in the next shuffle."""
+    return cute.arch.vote_any_sync(aborted(a))
+
+
+@cute.jit
 def fail(a: Args, role: cutlass.Constexpr, wait: cutlass.Constexpr, index: Int32, seen: Int32, expected: Int32):
     """Record the first failure for the host and tell all roles."""
     first = cute.arch.atomic_cas(word(a.control, ABORT), cmp=Int32(0), val=Int32(1), sem="relaxed", scope="gpu")

@@ -31,7 +31,7 @@ def spare(
     other = side_counters(a, 1 - side)
     for i in range(block * 32 + lane, a.counter_words, processors * 32):
         write(other, i, 0)
-    if wait_plan(a, side, Role.DISPATCH):
+    if cute.arch.vote_all_sync(wait_plan(a, side, Role.DISPATCH)):
         pushes = Boolean(True)
         if cutlass.const_expr(k.scheduler == "spare_warps"):
             row_tiles = read(a.plan, PlanWord.ROW_TILES)

@@ -24,13 +24,19 @@ LANES = 96
 def all_there(
     k: cutlass.Constexpr[KernelShape], a: Args, counters: Int64, targets: Int64, first: Int32, row_tiles: Int32
 ) -> Boolean:
-    """Whether a block of row tiles has its rows, or they are on their way: its tasks needn't wait for their arrival."""
-    early, lacking = Int32(EARLY), Int32(0)
+    """Whether a block of row tiles has its rows, or they are on their way: its tasks needn't wait for their arrival.
+
+    A loader that waits for rows on their way holds up nobody whom they wait for: the consumers of every block push them
+    before they look at their first task, and for that wait for no product, only for the plan and for each other's
+    lists. If one of them gives up instead, it has raised the flag that the loader's wait looks at.
+    """
+    early, lacking = Int32(EARLY if k.early else 0), Int32(0)
     # no branch between the loads: all are on their way before the first is looked at
     for i in cutlass.range_constexpr(k.block_tiles):
         t = min(first + i, row_tiles - 1)
         tile = buffer_tile(k, a, t)
-        early = early & read(a.tile_rows, t)
+        if cutlass.const_expr(k.early):
+            early = early & read(a.tile_rows, t)
         seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
         # negative once one of them is
         lacking = lacking | (seen - read(targets, tile))
