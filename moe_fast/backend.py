@@ -27,7 +27,9 @@ from torch.autograd.function import once_differentiable
 from moe_fast import unfused
 from moe_fast.engine import Engine, blocks_per_rank, router_parts
 from moe_fast.heap import all_mapped, local_heaps, symmetric_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported, unsupported_wire
+from moe_fast.kernel.limits import unsupported, unsupported_wire
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError

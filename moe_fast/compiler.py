@@ -29,7 +29,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from moe_fast.kernel.shapes import LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape
+from moe_fast.kernel.constants import LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.shapes import KernelShape
 from moe_ref.errors import BackendUnavailable, UsageError
 
 ARCH = "sm_90a"

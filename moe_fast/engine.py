@@ -20,21 +20,18 @@ from torch import Tensor
 
 from moe_fast import compiler
 from moe_fast.heap import Heap
-from moe_fast.kernel.shapes import (
-    TILE_ROWS,
-    KernelShape,
-    PlanWord,
+from moe_fast.kernel.constants import TILE_ROWS, PlanWord, Status
+from moe_fast.kernel.regions import (
     Region,
-    Status,
     buffer_rows,
     counter_words,
-    dropped,
     heap_regions,
     placement_tables,
     wire_flags,
     wire_words,
     workspace_regions,
 )
+from moe_fast.kernel.shapes import KernelShape, dropped
 from moe_ref.errors import UsageError
 from moe_ref.layout import ceil_div, fixed_row
 from moe_ref.placement import Placement

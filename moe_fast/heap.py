@@ -1,4 +1,4 @@
-"""Symmetric memory: one allocation that every rank maps, carved up by `moe_fast.kernel.shapes.heap_regions`.
+"""Symmetric memory: one allocation that every rank maps, carved up by `moe_fast.kernel.regions.heap_regions`.
 
 One process needs no NVSHMEM: its heap is ordinary device memory, and so are the heaps of several ranks that it runs
 side by side on one GPU. Several processes take theirs from NVSHMEM's symmetric heap through nvshmem4py, started from

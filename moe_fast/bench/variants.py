@@ -21,7 +21,9 @@ from moe_fast.bench.layers import LAYERS
 from moe_fast.bench.measure import Setup, interleaved, place, set_up
 from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
-from moe_fast.kernel.shapes import SCHEDULERS, KernelShape, heap_regions
+from moe_fast.kernel.constants import SCHEDULERS
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.timeline import read_timeline
 from moe_ref import balance
 from moe_ref.config import MoEConfig

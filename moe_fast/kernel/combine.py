@@ -18,8 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from moe_fast.kernel.constants import TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
-from moe_fast.kernel.shapes import TOKEN_TILE, KernelShape
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Phase,

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
+from moe_fast.kernel.constants import SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
 from moe_fast.kernel.gemm import (
     DTYPES,
@@ -30,7 +31,7 @@ from moe_fast.kernel.plan import (
     wait_plan,
 )
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
-from moe_fast.kernel.shapes import SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, KernelShape, PlanWord
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, home_of, mark, note, now, read
 from moe_fast.kernel.sums import sum_rest
 from moe_fast.kernel.tokens import list_all_tokens

@@ -16,17 +16,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir import ir
 
+from moe_fast.kernel.constants import BOOST_ROWS, BOOST_UNIT, HOME_BITS, TILE_ROWS, UNIT_ROWS, Counter, PlanWord
 from moe_fast.kernel.scans import CONSUMERS
-from moe_fast.kernel.shapes import (
-    BOOST_ROWS,
-    BOOST_UNIT,
-    HOME_BITS,
-    TILE_ROWS,
-    UNIT_ROWS,
-    Counter,
-    KernelShape,
-    PlanWord,
-)
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     SENT_ROWS,
     Args,
@@ -237,27 +229,48 @@ def push_own(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int3
 
 
 @cute.jit
+def units_here(a: Args) -> tuple[Int32, Int32]:
+    """Units of local rows: those that all warps send before the first task, and all."""
+    rows = read(a.plan, PlanWord.NEAR_ROWS)
+    return Int32(ceil_div(boost_rows(rows), UNIT_ROWS)), Int32(ceil_div(rows, UNIT_ROWS))
+
+
+@cute.jit
+def next_far(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, units: Int32, lane: Int32
+) -> tuple[Boolean, Int32, Int32]:
+    """Whole warp: whether there is a unit for another rank left, for which one, and its number there."""
+    unit = next_unit(a, side, Counter.PUSH_FAR, lane)
+    others = k.ranks - 1
+    return unit < units, (a.rank + 1 + unit % others) % k.ranks, unit // others
+
+
+@cute.jit
+def push_near(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, begun: Int32, units: Int32, lane: Int32
+) -> Boolean:
+    """One warp sends the next unit of local rows; whether there was one."""
+    unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
+    near = Boolean(unit < units)
+    if near:
+        push_unit(k, a, side, a.rank, unit, UNIT_ROWS, lane)
+    return near
+
+
+@cute.jit
 def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
     """A spare warp: remote and local rows in turn, until none is left. Remote ones go to all peers in turn."""
-    near_rows = read(a.plan, PlanWord.NEAR_ROWS)
-    near_units = Int32(ceil_div(near_rows, UNIT_ROWS))
-    begun = Int32(ceil_div(boost_rows(near_rows), UNIT_ROWS))
+    begun, near_units = units_here(a)
     far_units = read(a.plan, PlanWord.FAR_UNITS)
     near, far = Boolean(near_units > begun), Boolean(far_units > 0)
     while near or far:
         if cutlass.const_expr(k.ranks > 1):
             if far:
-                unit = next_unit(a, side, Counter.PUSH_FAR, lane)
-                far = unit < far_units
+                far, destination, number = next_far(k, a, side, far_units, lane)
                 if far:
-                    others = k.ranks - 1
-                    destination = (a.rank + 1 + unit % others) % k.ranks
-                    push_unit(k, a, side, destination, unit // others, UNIT_ROWS, lane)
+                    push_unit(k, a, side, destination, number, UNIT_ROWS, lane)
         if near:
-            unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
-            near = unit < near_units
-            if near:
-                push_unit(k, a, side, a.rank, unit, UNIT_ROWS, lane)
+            near = push_near(k, a, side, begun, near_units, lane)
 
 
 @cute.jit

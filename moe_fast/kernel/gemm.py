@@ -24,16 +24,8 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, TFloat32
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
-from moe_fast.kernel.shapes import (
-    AHEAD,
-    HALF_COLUMNS,
-    HOME_BITS,
-    LINE_BYTES,
-    STAGES,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    KernelShape,
-)
+from moe_fast.kernel.constants import AHEAD, HALF_COLUMNS, HOME_BITS, LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, gmem, result_at
 
 LOWEST = 1 << 24

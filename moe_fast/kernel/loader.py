@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from moe_fast.kernel.constants import HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
 from moe_fast.kernel.gemm import load_bias, load_logits, load_product
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
-from moe_fast.kernel.shapes import HALF_COLUMNS, SHARED_SLOT, TILE_ROWS, KernelShape
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Role,

@@ -27,13 +27,14 @@ import cutlass.utils as utils
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from moe_fast.kernel.constants import HALF_COLUMNS, STAGES, THREADS, TILE_COLUMNS, TILE_ROWS, PlanWord
 from moe_fast.kernel.consumer import consume
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.processor import READERS, dispatch_words
 from moe_fast.kernel.scheduler import schedule
-from moe_fast.kernel.shapes import HALF_COLUMNS, STAGES, THREADS, TILE_COLUMNS, TILE_ROWS, KernelShape, PlanWord
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import ABORT, EPOCH, EXITED, Args, Operands, Role, fetch_add, gmem, read, write
 from moe_fast.kernel.spare import spare
 from moe_fast.kernel.storer import store

@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
+from moe_fast.kernel.constants import EARLY, TILE_ROWS, Counter, PlanWord, Status
 from moe_fast.kernel.dispatch import boost_rows
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
-from moe_fast.kernel.shapes import EARLY, TILE_ROWS, Counter, KernelShape, PlanWord, Status, dropped
+from moe_fast.kernel.shapes import KernelShape, dropped
 from moe_fast.kernel.signals import Args, Role, Wait, add, home_row, peer, read, side_counters, wait_reached, write
 from moe_fast.kernel.transport import put_counts
 from moe_ref.layout import ceil_div, compact_row, fixed_row
@@ -340,6 +341,24 @@ def load_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
                     token_rows[0] = token_rows[0] + 1
 
 
+def place_of(k, a, tile, expert, index):
+    """Place of a route among all of this rank's routes by expert; index: among those of its token tile."""
+    starts = tile // tiles_per_part(k, a.tokens) * k.experts
+    return read(a.list_start, starts + expert) + read(a.histogram, tile * k.experts + expert) + index
+
+
+@cute.jit
+def keep_within(k: cutlass.Constexpr[KernelShape], a: Args, route: Int32, expert: Int32, place: Int32) -> Boolean:
+    """Whether a route is within its expert's capacity, if there is one: first come, first served. The rest is masked
+    from here on."""
+    fits = Boolean(True)
+    if cutlass.const_expr(k.drops):
+        fits = place - read(a.list_start, expert) < a.capacity
+        if not fits:
+            write(a.expert, route, dropped(expert))
+    return fits
+
+
 def routes_per_thread(k: KernelShape) -> int:
     """Routes of a token tile that each of the 256 threads has at most."""
     return ceil_div(TILE_ROWS * k.top_k, CONSUMERS)
@@ -357,25 +376,20 @@ def list_routes(
     expert, index, token_rows = routes
     place, row = places
     first = tile * (TILE_ROWS * k.top_k)
-    starts = tile // tiles_per_part(k, a.tokens) * k.experts
     # all loads are on their way before the first place is known
     for j in cutlass.range_constexpr(routes_per_thread(k)):
         place[j], row[j] = -1, 0
         if expert[j] >= 0:
-            place[j] = (
-                read(a.list_start, starts + expert[j]) + read(a.histogram, tile * k.experts + expert[j]) + index[j]
-            )
+            place[j] = place_of(k, a, tile, expert[j], index[j])
             if cutlass.const_expr(not k.placed):
                 row[j] = read(a.row_shift, expert[j])
     for j in cutlass.range_constexpr(routes_per_thread(k)):
         route = first + thread + j * CONSUMERS
         fits = place[j] >= 0
         if cutlass.const_expr(k.drops):
-            # first come, first served: the rest is masked from here on
             if fits:
-                fits = place[j] - read(a.list_start, expert[j]) < a.capacity
+                fits = keep_within(k, a, route, expert[j], place[j])
                 if not fits:
-                    write(a.expert, route, dropped(expert[j]))
                     place[j] = -1
         if fits:
             target = expert[j]
@@ -399,8 +413,8 @@ def list_routes(
                 if chosen < -1:
                     chosen = dropped(chosen)
                 if chosen >= 0:
-                    earlier = read(a.list_start, starts + chosen) - read(a.list_start, chosen)
-                    if earlier + read(a.histogram, tile * k.experts + chosen) + read(a.index, route) < a.capacity:
+                    earlier = place_of(k, a, tile, chosen, read(a.index, route)) - read(a.list_start, chosen)
+                    if earlier < a.capacity:
                         valid += 1
         if cutlass.const_expr(k.shared_intermediate > 0):
             # and one row of the shared expert for every token

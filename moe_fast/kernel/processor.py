@@ -16,10 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, HOME_BITS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
-from moe_fast.kernel.shapes import EARLY, FILLED_SHIFT, HOME_BITS, TILE_ROWS, KernelShape, PlanWord
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Role,

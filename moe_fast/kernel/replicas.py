@@ -21,8 +21,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import solver
+from moe_fast.kernel.constants import TILE_ROWS, Status
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
-from moe_fast.kernel.shapes import TILE_ROWS, KernelShape, Status
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Phase, note, read, write
 from moe_ref.layout import ceil_div, compact_row, fixed_row
 

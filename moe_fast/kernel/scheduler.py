@@ -20,7 +20,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import COUNTER_WORDS, FILLED_SHIFT, SHARED_SLOT, TILE_ROWS, Counter, KernelShape
+from moe_fast.kernel.constants import COUNTER_WORDS, FILLED_SHIFT, SHARED_SLOT, TILE_ROWS, Counter
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Role,

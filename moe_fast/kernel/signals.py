@@ -16,7 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.shapes import COUNTER_WORDS, TILE_ROWS, KernelShape, sum_words
+from moe_fast.kernel.constants import COUNTER_WORDS, TILE_ROWS
+from moe_fast.kernel.regions import sum_words
+from moe_fast.kernel.shapes import KernelShape
 from moe_ref.layout import ROUNDS, SIDES, ceil_div
 from moe_ref.runtime.encoding import reached
 
@@ -241,7 +243,7 @@ def fetch_add(address, index, value=1):
     return cute.arch.atomic_add(word(address, index), Int32(value), sem="relaxed", scope="gpu")
 
 
-# In the wire format "tokens": offsets in a heap of what peers write beside rows, see `shapes.wire_words`.
+# In the wire format "tokens": offsets in a heap of what peers write beside rows, see `regions.wire_words`.
 
 
 def landed_at(a):

@@ -42,7 +42,7 @@ NONE = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Words:
-    """Offsets of the solver's arrays, in words, and their sum (`shapes.solver_words`)."""
+    """Offsets of the solver's arrays, in words, and their sum (`limits.solver_words`)."""
 
     rows: int
     start: int

@@ -7,11 +7,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from moe_fast.kernel.combine import combine_early
+from moe_fast.kernel.constants import PlanWord
 from moe_fast.kernel.dispatch import push_rest, wait_list
 from moe_fast.kernel.gemm import DTYPES
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import schedule
-from moe_fast.kernel.shapes import KernelShape, PlanWord
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Phase, Role, mark, now, read, side_counters, write
 from moe_fast.kernel.subscriber import subscribe
 from moe_fast.kernel.tokens import push_tokens

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from moe_fast.kernel.constants import SHARED_SLOT, PlanWord
 from moe_fast.kernel.processor import count_returned, filled_rows, release_hidden, take_word, unpack
-from moe_fast.kernel.shapes import SHARED_SLOT, KernelShape, PlanWord
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
 from moe_fast.kernel.transport import put_results
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot

@@ -11,8 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from moe_fast.kernel.constants import EARLY, TILE_ROWS
 from moe_fast.kernel.scheduler import make_ready
-from moe_fast.kernel.shapes import EARLY, TILE_ROWS, KernelShape
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Role, Wait, aborted, arrived_word, buffer_tile, fail, read
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import reached

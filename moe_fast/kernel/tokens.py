@@ -27,21 +27,19 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
-from moe_fast.kernel.dispatch import boost_rows, copy_pair, next_unit, push_unit
-from moe_fast.kernel.plan import tiles_per_part
-from moe_fast.kernel.scans import CONSUMERS, sync_consumers
-from moe_fast.kernel.shapes import (
+from moe_fast.kernel.constants import (
     FOLLOWER,
     HOME_BITS,
     TILE_ROWS,
     TOKEN_UNIT,
     TOKEN_WINDOW,
-    UNIT_ROWS,
     Counter,
-    KernelShape,
     PlanWord,
-    dropped,
 )
+from moe_fast.kernel.dispatch import copy_pair, next_far, next_unit, push_near, units_here
+from moe_fast.kernel.plan import keep_within, place_of
+from moe_fast.kernel.scans import CONSUMERS, sync_consumers
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     EPOCH,
     SENT_ROWS,
@@ -95,7 +93,6 @@ def list_tokens(
     size = TILE_ROWS * k.top_k
     first = tile * size
     count = min(a.tokens * k.top_k - first, Int32(size))
-    starts = tile // tiles_per_part(k, a.tokens) * k.experts
     rows, places, ranks = scratch, scratch + size, scratch + 2 * size
     sync_consumers()
     for r in range(thread, size, CONSUMERS):
@@ -103,17 +100,8 @@ def list_tokens(
         if r < count:
             expert = read(a.expert, first + r)
             if expert >= 0:
-                place = (
-                    read(a.list_start, starts + expert)
-                    + read(a.histogram, tile * k.experts + expert)
-                    + read(a.index, first + r)
-                )
-                fits = Boolean(True)
-                if cutlass.const_expr(k.drops):
-                    fits = place - read(a.list_start, expert) < a.capacity
-                    if not fits:
-                        write(a.expert, first + r, dropped(expert))
-                if fits:
+                place = place_of(k, a, tile, expert, read(a.index, first + r))
+                if keep_within(k, a, first + r, expert, place):
                     target = expert
                     if cutlass.const_expr(k.placed):
                         target, place = replicas.choose_replica(k, a, expert, place)
@@ -312,9 +300,7 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
 
     Followers are taken 32 rows of a tile at a time, in the order of the tiles.
     """
-    near_rows = read(a.plan, PlanWord.NEAR_ROWS)
-    near_units = Int32(ceil_div(near_rows, UNIT_ROWS))
-    begun = Int32(ceil_div(boost_rows(near_rows), UNIT_ROWS))
+    begun, near_units = units_here(a)
     far_units = read(a.plan, PlanWord.FAR_UNITS)
     own_units = read(a.plan, PlanWord.ROW_TILES) * (TILE_ROWS // TOKEN_UNIT)
     near, far, own = Boolean(near_units > begun), Boolean(far_units > 0), Boolean(own_units > 0)
@@ -323,16 +309,11 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
     rows = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
     while near or far or own or pending:
         if far:
-            unit = next_unit(a, side, Counter.PUSH_FAR, lane)
-            far = unit < far_units
+            far, destination, number = next_far(k, a, side, far_units, lane)
             if far:
-                others = k.ranks - 1
-                push_leaders(k, a, side, (a.rank + 1 + unit % others) % k.ranks, unit // others, lane)
+                push_leaders(k, a, side, destination, number, lane)
         if near:
-            unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
-            near = unit < near_units
-            if near:
-                push_unit(k, a, side, a.rank, unit, UNIT_ROWS, lane)
+            near = push_near(k, a, side, begun, near_units, lane)
         busy = near or far
         if not told:
             told = all_listed(k, a, lane)

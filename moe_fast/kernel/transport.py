@@ -22,7 +22,8 @@ from cutlass import Boolean, Int32, Int64, Uint64
 from cutlass._mlir.dialects.cute import PtrType
 from cutlass.base_dsl.typing import get_mlir_types
 
-from moe_fast.kernel.shapes import HOME_BITS, TILE_ROWS, KernelShape
+from moe_fast.kernel.constants import HOME_BITS, TILE_ROWS
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     PUT_RESULTS,
     PUT_ROWS,

@@ -30,7 +30,8 @@ from moe_fast import unfused
 from moe_fast.bench import LAYERS, PACKAGES, floor_of, interleaved, place, set_up
 from moe_fast.engine import Engine
 from moe_fast.heap import local_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.ladder.problem import LEVELS, Problem, caller, random_weights
 from moe_ref.config import MoEConfig
 from moe_ref.errors import CheckFailed, UsageError

@@ -11,7 +11,8 @@ import torch
 from moe_fast.backend import FusedBackend, _fill
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
-from moe_fast.kernel.shapes import KernelShape, buffer_rows, heap_regions, workspace_regions
+from moe_fast.kernel.regions import buffer_rows, heap_regions, workspace_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_ref import LayerStats, MoEConfig, MoELayer, cases
 from moe_ref.errors import UsageError
 from moe_ref.pipeline import Record

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 import cases
 from harness import ROUTINGS
 
-from moe_fast.kernel import shapes
+from moe_fast.kernel import constants, regions
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -29,9 +29,9 @@ def test_every_pair_meets_and_every_three_of_the_axes_that_move_rows(size):
 
 def test_axes_hold_every_value_that_the_kernel_has():
     """A new scheduler, transport, layout or dtype doesn't stay out of the matrix."""
-    assert set(cases.SCHEDULERS) == set(shapes.SCHEDULERS)
-    assert set(cases.TRANSPORTS) == set(shapes.TRANSPORTS)
-    assert set(cases.DTYPES) == set(shapes.DTYPES)
+    assert set(cases.SCHEDULERS) == set(constants.SCHEDULERS)
+    assert set(cases.TRANSPORTS) == set(constants.TRANSPORTS)
+    assert set(cases.DTYPES) == set(constants.DTYPES)
     assert {layout for layout, _ in cases.LAYOUTS} == {"compact", "fixed"}
     assert len({factor for _, factor in cases.LAYOUTS}) > 1
     assert set(cases.THREES) == {
@@ -79,7 +79,7 @@ def test_the_kernel_takes_every_shape(ranks):
         assert shape.put == (ranks > 1 and "put_signal" in row)
         assert (shape.replicas > 1) == (ranks > 1 and "none" not in row)
     # six engines stay open, beside what NVSHMEM and the inputs take
-    sizes = [shapes.heap_regions(shape, cases.cases_of(0)[0].max_tokens)[1] for shape in found]
+    sizes = [regions.heap_regions(shape, cases.cases_of(0)[0].max_tokens)[1] for shape in found]
     assert sum(sorted(sizes)[-6:]) < cases.heap_bytes(ranks) * 2 // 3
 
 

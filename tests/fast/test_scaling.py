@@ -18,7 +18,8 @@ from moe_fast.bench.scaling import measuring as measuring_module
 from moe_fast.bench.scaling import plot as drawing
 from moe_fast.bench.scaling.command import agreement
 from moe_fast.bench.variants import popularity
-from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.timeline import Timeline
 from moe_ref import cli
 from moe_ref.errors import UsageError

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moe_fast.kernel import shapes
+from moe_fast.kernel import constants, regions, shapes
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
@@ -31,9 +31,9 @@ def test_owner_is_the_placement(experts, ranks):
 def test_heap_formula():
     """Allocated bytes are the config's formula plus the control words that the docstring names."""
     shape = KernelShape.from_config(QWEN3, 2)
-    pieces, total = shapes.heap_regions(shape, QWEN3.max_tokens)
+    pieces, total = regions.heap_regions(shape, QWEN3.max_tokens)
     assert pieces["rows"].size + pieces["returned"].size == QWEN3.compact_bytes(2)
-    rows = shapes.buffer_rows(shape, QWEN3.max_tokens)
+    rows = regions.buffer_rows(shape, QWEN3.max_tokens)
     control = SIDES * 4 * (rows + rows // 128 + QWEN3.max_tokens + 2 * shape.counts_stride) + 4 * 2
     assert 0 <= total - QWEN3.compact_bytes(2) - control < 1024 * len(pieces)
     assert total <= 1.8e9
@@ -47,15 +47,15 @@ def test_fixed_layout_is_the_papers_tensor(factor):
     """L[P, R, B, X, C, H]: rows and results in one region of the config's formula; a side is X * C rows of it."""
     config = QWEN3.replace(layout="fixed", capacity_factor=factor)
     shape = KernelShape.from_config(config, 2)
-    pieces, _ = shapes.heap_regions(shape, config.max_tokens)
+    pieces, _ = regions.heap_regions(shape, config.max_tokens)
     assert pieces["rows"].size == config.fixed_bytes(2)
     assert pieces["returned"].size == 0
     capacity = shape.slot_capacity(config.max_tokens)
     last = fixed_row(1, 1, 1, 63, capacity - 1, shape.slots, capacity)
-    assert last + 1 == shapes.all_rows(shape, config.max_tokens) == pieces["rows"].size // config.row_bytes
+    assert last + 1 == regions.all_rows(shape, config.max_tokens) == pieces["rows"].size // config.row_bytes
     for source, side, slot, index in itertools.product(range(2), range(2), (0, 63), (0, capacity - 1)):
         row = fixed_row(source, 0, 0, slot, index, shape.slots, capacity)
-        rows = shapes.buffer_rows(shape, config.max_tokens)
+        rows = regions.buffer_rows(shape, config.max_tokens)
         assert side * rows + row == fixed_row(source, 0, side, slot, index, shape.slots, capacity)
 
 
@@ -75,7 +75,7 @@ def test_heap_formula_with_replicas():
     plain = KernelShape.from_config(QWEN3, 2)
     two = KernelShape.from_config(QWEN3, 2, placement=Placement.from_replicas([[0, 1]] * 128, 2))
     assert (two.replicas, two.slots, plain.slots) == (2, 128, 64)
-    assert shapes.buffer_rows(two, 8192) - shapes.buffer_rows(plain, 8192) == 64 * 128
+    assert regions.buffer_rows(two, 8192) - regions.buffer_rows(plain, 8192) == 64 * 128
     assert two.name != plain.name
 
 
@@ -96,7 +96,7 @@ def test_a_placement_that_cannot_run_is_refused():
 def test_placement_tables():
     """Ranks of every replica, then what every slot holds; missing replicas and empty slots are -1."""
     placement = Placement.from_replicas([[1], [0, 1], [2, 1]], 3)
-    tables = shapes.placement_tables(placement, 2, 3).tolist()
+    tables = regions.placement_tables(placement, 2, 3).tolist()
     assert tables == [1, -1, 0, 1, 2, 1, 2, -1, -1, 0, 3, 5, 4, -1, -1]
 
 
@@ -150,7 +150,7 @@ def test_names_are_unique():
         KernelShape.from_config(QWEN3.replace(**change), ranks, scheduler, trace, fp32_router).name
         for change in changes
         for ranks in (1, 2)
-        for scheduler in shapes.SCHEDULERS
+        for scheduler in constants.SCHEDULERS
         for trace in (False, True)
         for fp32_router in (False, True)
     }
@@ -184,11 +184,12 @@ def test_local_counters_do_not_overlap(change):
 
     config = QWEN3.replace(shared_intermediate=512, max_tokens=300, **change)
     k, blocks = KernelShape.from_config(config, 2), 132
-    side_words = shapes.counter_words(k, 300, blocks)
-    rows = shapes.buffer_rows(k, 300)
-    tiles = shapes.most_tiles(k, 300)
-    a = SimpleNamespace(rows=rows, token_tiles=-(-300 // shapes.TOKEN_TILE), counter_words=side_words, max_tokens=300)
-    single = list(range(shapes.COUNTER_WORDS))
+    side_words = regions.counter_words(k, 300, blocks)
+    rows = regions.buffer_rows(k, 300)
+    tiles = regions.most_tiles(k, 300)
+    token_tiles = -(-300 // constants.TOKEN_TILE)
+    a = SimpleNamespace(rows=rows, token_tiles=token_tiles, counter_words=side_words, max_tokens=300)
+    single = list(range(constants.COUNTER_WORDS))
     per_tile = [
         f(tile)
         for tile in range(tiles)
@@ -196,7 +197,7 @@ def test_local_counters_do_not_overlap(change):
             signals.done_word,
             lambda t: scheduler.ready_at(k, a, 0, t),
             lambda t: scheduler.ready_at(k, a, 1, t),
-            lambda t: shapes.COUNTER_WORDS + 3 * tiles + t,
+            lambda t: constants.COUNTER_WORDS + 3 * tiles + t,
             lambda t: signals.returned_word(k, a, t),
         )
     ]
@@ -209,7 +210,7 @@ def test_local_counters_do_not_overlap(change):
         sums = [signals.summed_word(k, a, p, t) for p in range(2) for t in range(300)]
         sums += [signals.taken_word(k, a, p, t) for p in range(2) for t in range(a.token_tiles)]
         sums += [signals.sent_word(k, a, p) for p in range(2)]
-        assert len(sums) == shapes.sum_words(k, 300, a.token_tiles)
+        assert len(sums) == regions.sum_words(k, 300, a.token_tiles)
         every += sums
     assert len(set(every)) == len(every)
     assert max(every) < side_words
@@ -221,13 +222,13 @@ TOKENS = QWEN3.replace(wire_format="tokens")
 def test_heap_formula_of_tokens():
     """Rows and partial sums are the config's formula; then results, control words and what stands beside the rows."""
     shape = KernelShape.from_config(TOKENS, 2)
-    pieces, total = shapes.heap_regions(shape, TOKENS.max_tokens)
+    pieces, total = regions.heap_regions(shape, TOKENS.max_tokens)
     assert pieces["rows"].size + pieces["returned"].size == TOKENS.compact_bytes(2)
-    rows = shapes.buffer_rows(shape, TOKENS.max_tokens)
+    rows = regions.buffer_rows(shape, TOKENS.max_tokens)
     assert pieces["results"].size == rows * TOKENS.row_bytes
     beside = 2 * rows + 2 + 4 + 2 * TOKENS.max_tokens * 17
     assert pieces["wire"].size == 4 * beside
-    assert shapes.wire_flags(shape, TOKENS.max_tokens) == rows + 2
+    assert regions.wire_flags(shape, TOKENS.max_tokens) == rows + 2
     control = SIDES * 4 * (rows + rows // 128 + TOKENS.max_tokens + 2 * shape.counts_stride) + 4 * 2
     known = TOKENS.compact_bytes(2) + pieces["results"].size + pieces["wire"].size + control
     assert 0 <= total - known < 1024 * len(pieces)

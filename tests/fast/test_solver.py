@@ -13,14 +13,14 @@ import pytest
 import warps
 from warps import Lanes, Memory
 
-from moe_fast.kernel import shapes
+from moe_fast.kernel import limits, regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref import balance
 from moe_ref.balance import flow, routing
 from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
 
-solver = warps.load(Path(shapes.__file__).with_name("solver.py"))
+solver = warps.load(Path(limits.__file__).with_name("solver.py"))
 
 
 class WarpSolver:
@@ -33,7 +33,7 @@ class WarpSolver:
         k, w = self.shape, solver.words_of(self.shape)
         self.words = w
         self.memory = Memory(np.full(w.total, -7, dtype=np.int32))
-        tables = shapes.placement_tables(placement, replicas, slots)
+        tables = regions.placement_tables(placement, replicas, slots)
         pairs = k.experts * replicas
         self.memory.words[w.rank : w.rank + pairs] = tables[:pairs]
         self.memory.words[w.held : w.held + k.ranks * slots] = tables[pairs:]
@@ -146,6 +146,6 @@ def test_a_branch_that_lanes_take_differently_shows():
 
 def test_solver_words_are_what_the_border_counts():
     for experts, replicas, ranks, slots in ((8, 2, 2, 8), (256, 2, 8, 64), (32, 32, 32, 32)):
-        assert solver.Words.of(experts, replicas, ranks, slots).total == shapes.solver_words(
+        assert solver.Words.of(experts, replicas, ranks, slots).total == limits.solver_words(
             experts, replicas, ranks, slots
         )

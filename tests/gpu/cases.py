@@ -307,7 +307,8 @@ def several_shapes(ranks: int) -> list:
 
 def all_shapes(ranks: int, trace: bool = True) -> list:
     """Every kernel the GPU tests need, for compiling ahead of time."""
-    from moe_fast.kernel.shapes import SCHEDULERS, KernelShape
+    from moe_fast.kernel.constants import SCHEDULERS
+    from moe_fast.kernel.shapes import KernelShape
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]

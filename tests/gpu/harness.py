@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from moe_fast import unfused
 from moe_fast.engine import Buffers, Engine, router_parts
 from moe_fast.heap import local_heap, local_heaps, symmetric_heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
 from moe_ref import balance
 from moe_ref.config import MoEConfig

@@ -530,7 +530,8 @@ def traced() -> dict:
     rank, ranks = rank_and_size()
     case = replace(cases.QWEN3, tokens=(1000, 700))
     from moe_fast.heap import local_heap, symmetric_heap
-    from moe_fast.kernel.shapes import KernelShape, heap_regions
+    from moe_fast.kernel.regions import heap_regions
+    from moe_fast.kernel.shapes import KernelShape
 
     shape = KernelShape.from_config(case.config, ranks, case.scheduler, trace=True)
     size, device = heap_regions(shape, case.max_tokens)[1], torch.device("cuda", torch.cuda.current_device())

@@ -18,8 +18,9 @@ import torch
 from cutlass import Int32, Int64
 
 from moe_fast.kernel import solver
+from moe_fast.kernel.regions import placement_tables
 from moe_fast.kernel.scans import CONSUMERS, sync_consumers
-from moe_fast.kernel.shapes import KernelShape, placement_tables
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import gmem, read, write
 from moe_ref import balance
 from moe_ref.balance.loads import LoadModel, RealLoads, read_loads

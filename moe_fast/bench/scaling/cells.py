@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from moe_fast.bench import balanced
 from moe_fast.bench.layers import layer_config
-from moe_fast.kernel.shapes import KernelShape, heap_regions, unsupported
+from moe_fast.kernel.limits import unsupported
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
 from moe_ref.train.balancing import make_placement

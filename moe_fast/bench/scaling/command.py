@@ -23,7 +23,7 @@ from moe_fast.bench.scaling.measuring import Measuring
 from moe_fast.bench.scaling.plot import plot
 from moe_fast.bench.scaling.report import render
 from moe_fast.bench.scaling.runner import Store, read, run
-from moe_fast.kernel.shapes import SCHEDULERS
+from moe_fast.kernel.constants import SCHEDULERS
 from moe_ref.cli import exit_code
 from moe_ref.environment import rank_from_environment
 from moe_ref.errors import UsageError
