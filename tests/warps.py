@@ -4,6 +4,9 @@
 lanes do together (shuffles, votes, reductions) works on all of them; `cute.jit` does nothing. A branch or a loop must
 go the same way in all lanes: `Lanes` refuses to be a truth value otherwise, so code that would diverge shows. Code of
 single threads runs on `Lanes` of width 1.
+
+Lanes of a GPU don't run in step, so `Memory` checks the order of what they do: what a lane wrote, others may read or
+write only after a barrier of the warp (`sync`). That a word is read before another lane writes it isn't checked.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import operator
 import types
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,18 +73,53 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Lanes, f"__{_name}__", _operator(_name, False))
 
 
+NOBODY, SEVERAL = -1, -2
+"""Instead of a lane that has accessed a word."""
+
+
 class Memory:
     """An array in shared memory; an address for each lane."""
 
     def __init__(self, words: np.ndarray) -> None:
         self.words = words
+        # of each word the lane that wrote it since the last barrier
+        self.writer = np.full(len(words), NOBODY)
+        _memories.append(weakref.ref(self))
 
     def __getitem__(self, at: Any) -> Lanes:
         counts["load"] += 1
-        return Lanes(self.words[_address(at)])
+        where = _address(at)
+        if where.shape == (WIDTH,):
+            self._check(where, np.arange(WIDTH))
+        return Lanes(self.words[where])
 
     def __setitem__(self, at: Any, value: Any) -> None:
         self.words[_address(at)] = value.values if isinstance(value, Lanes) else value
+
+    def _check(self, where: np.ndarray, lanes: np.ndarray) -> None:
+        writer = self.writer[where]
+        ok = (writer == NOBODY) | (writer == lanes)
+        assert ok.all(), f"lanes {lanes[~ok]} access what others wrote, without a barrier"
+
+    def wrote(self, where: np.ndarray, lanes: np.ndarray, adds: bool = False) -> None:
+        """Note that lanes wrote words; adds: so that others may do the same."""
+        before = self.writer[where]
+        if not adds:
+            self._check(where, lanes)
+        self.writer[where] = lanes
+        again = (self.writer[where] != lanes) | ((before != NOBODY) & (before != lanes))
+        assert adds or not again.any(), f"several lanes write a word: {lanes[again]}"
+        self.writer[where[again]] = SEVERAL
+
+
+_memories: list[weakref.ref[Memory]] = []
+
+
+def _sync() -> None:
+    """A barrier of the warp: what lanes wrote is there for all."""
+    _memories[:] = [reference for reference in _memories if reference() is not None]
+    for memory in filter(None, (reference() for reference in _memories)):
+        memory.writer.fill(NOBODY)
 
 
 def _address(at: Any) -> np.ndarray:
@@ -121,13 +160,17 @@ def _count_bits(mask: Any) -> Lanes:
 
 def _put_where(m: Memory, condition: Any, at: Any, value: Any) -> None:
     on = _spread(condition)
-    m.words[_address(_spread(at)[on])] = _spread(value)[on]
+    where = _address(_spread(at)[on])
+    m.wrote(where, np.flatnonzero(on))
+    m.words[where] = _spread(value)[on]
 
 
 def _add_where(m: Memory, condition: Any, at: Any, value: Any) -> None:
     counts["atomic"] += 1
     on = _spread(condition)
-    np.add.at(m.words, _address(_spread(at)[on]), _spread(value)[on])
+    where = _address(_spread(at)[on])
+    m.wrote(where, np.flatnonzero(on), adds=True)
+    np.add.at(m.words, where, _spread(value)[on])
 
 
 def _pick(condition: Any, yes: Any, no: Any) -> Lanes:
@@ -168,7 +211,7 @@ def load(path: Path) -> types.ModuleType:
     exec(compile(source, str(path), "exec"), vars(module))
     vars(module).update(
         pick=_pick, from_lane=_from_lane, vote=_vote, count_bits=_count_bits, put_where=_put_where,
-        add_where=_add_where, sync=lambda: None, least=_each("reduction", np.min), total_of=_each("reduction", np.sum),
+        add_where=_add_where, sync=_sync, least=_each("reduction", np.min), total_of=_each("reduction", np.sum),
         union_of=_each("reduction", np.bitwise_or.reduce),
     )  # fmt: skip
     return module

@@ -49,7 +49,10 @@ class WarpSolver:
                 m.words[w.start + e * k.replicas + j] = counts_PE[rank, e] if rank >= 0 else 0
             solver.begin_tables(k, m, Lanes([e]))
             solver.begin_expert(k, m, Lanes([e]), Lanes([counts_PE[:, e].sum()]))
+        # the planner's barrier between its threads and the warp
+        solver.sync()
         most = int(solver.solve(k, m, Lanes(np.arange(warps.WIDTH))))
+        solver.sync()
         return m.words[w.rows : w.rows + pairs].reshape(k.experts, k.replicas).astype(np.int64), most
 
     def quotas(self, counts_PE: np.ndarray) -> np.ndarray:
@@ -137,6 +140,24 @@ def test_a_solve_is_short():
         warp.solve(counts)
         most = max(most, sum(warps.counts.values()))
     assert most < 1600
+
+
+def test_a_read_without_a_barrier_shows():
+    """Of what another lane wrote or added; a lane's own writes it sees at once."""
+    lanes, memory = Lanes(np.arange(warps.WIDTH)), Memory(np.zeros(64, dtype=np.int32))
+    solver.put_where(memory, lanes < 8, lanes, lanes)
+    assert (memory[lanes].values[:8] == np.arange(8)).all()
+    with pytest.raises(AssertionError, match="without a barrier"):
+        memory[Lanes(np.full(warps.WIDTH, 3))]
+    with pytest.raises(AssertionError, match="without a barrier"):
+        solver.put_where(memory, lanes == 5, 3, 1)
+    solver.sync()
+    assert (memory[Lanes(np.full(warps.WIDTH, 3))].values == 3).all()
+    with pytest.raises(AssertionError, match="several lanes"):
+        solver.put_where(memory, lanes < 2, 4, 1)
+    solver.add_where(memory, lanes < 2, 3, 1)
+    with pytest.raises(AssertionError, match="without a barrier"):
+        memory[Lanes(np.full(warps.WIDTH, 3))]
 
 
 def test_a_branch_that_lanes_take_differently_shows():
