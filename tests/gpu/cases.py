@@ -180,6 +180,11 @@ PUTS = [
     replace(case, transport="put_signal")
     for case in (SHARED, replace(QWEN3, scheduler="os_block"), replace(TINY, scheduler="tickets", replicas="mixed"))
 ] + [replace(SMALL, transport="put_signal", layout="fixed", replicas="two")]
+MANY_ROWS = {"tokens": (6000, 9001), "max_tokens": 16384}
+MANY = [replace(SMALL, scheduler=scheduler, **MANY_ROWS) for scheduler in SCHEDULERS]
+MANY += [replace(case, **MANY_ROWS) for case in (SHARED, LAYOUTS_ALONE[0], LAYOUTS_ALONE[3])]
+MANY_PLACED = [replace(case, **MANY_ROWS) for case in (PLACED[0], PUTS[0], PUTS[3])]
+"""So many tokens that every block pushes the first rows of its own: `dispatch.pushes_own`."""
 TOKENS_ON_WIRE = {"wire_format": "tokens"}
 WIRE = [
     replace(case, form={**case.form, **TOKENS_ON_WIRE})

@@ -89,6 +89,13 @@ def special() -> dict:
     return out
 
 
+def many() -> dict:
+    """Many tokens: every block pushes its own first rows, for each scheduler, layout and transport."""
+    every = [*cases.MANY, *(cases.MANY_PLACED if rank_and_size()[1] > 1 else [])]
+    routed = [replace(case, routing=routing) for case in every for routing in ("gate", "zipf")]
+    return {str(case): float(f"{run_case(case)['y']:.3g}") for case in routed}
+
+
 def repeat() -> dict:
     """Two hundred calls back to back with random S and routing, no host synchronisation between them.
 
@@ -1013,7 +1020,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         special, uneven, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input, refused,
-        traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start, replicas,
+        many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start, replicas,
         timeout, small,
     )
 } | one_gpu.SCENARIOS  # fmt: skip

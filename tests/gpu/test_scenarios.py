@@ -30,7 +30,7 @@ from moe_ref.results import write_results
 from moe_ref.train import sharded
 
 EVERYWHERE = (
-    "special", "uneven", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
+    "special", "uneven", "many", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer", "training",
     "train_fused", "train_scheduled", "tf32", "matrix", "slow_start",
 )  # fmt: skip
 SEVERAL_RANKS = (
@@ -40,7 +40,7 @@ SEVERAL_RANKS = (
 """2, 4 and 8 ranks on one GPU."""
 # The ones that end with a kernel's failure come late.
 ONE_GPU = (*EVERYWHERE, "solving", "families", "large", *SEVERAL_RANKS, "timeout", "layouts")
-HALF = ("matrix", "special", "uneven", "repeat", "graph", "traced", "tf32", "solving", "several_matrix")
+HALF = ("matrix", "special", "uneven", "many", "repeat", "graph", "traced", "tf32", "solving", "several_matrix")
 """About half of one GPU's time."""
 SEVERAL_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
 SCRIPT = Path(__file__).parent / "scenarios.py"
