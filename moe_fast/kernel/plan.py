@@ -341,9 +341,14 @@ def load_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
                     token_rows[0] = token_rows[0] + 1
 
 
-def place_of(k, a, tile, expert, index):
-    """Place of a route among all of this rank's routes by expert; index: among those of its token tile."""
-    starts = tile // tiles_per_part(k, a.tokens) * k.experts
+def starts_of(k, a, tile):
+    """Where in `list_start` the places of a token tile's part of the tiles are."""
+    return tile // tiles_per_part(k, a.tokens) * k.experts
+
+
+def place_of(k, a, tile, starts, expert, index):
+    """Place of a route among all of this rank's routes by expert; starts: `starts_of` its token tile, index: among the
+    routes of the tile."""
     return read(a.list_start, starts + expert) + read(a.histogram, tile * k.experts + expert) + index
 
 
@@ -376,11 +381,12 @@ def list_routes(
     expert, index, token_rows = routes
     place, row = places
     first = tile * (TILE_ROWS * k.top_k)
+    starts = starts_of(k, a, tile)
     # all loads are on their way before the first place is known
     for j in cutlass.range_constexpr(routes_per_thread(k)):
         place[j], row[j] = -1, 0
         if expert[j] >= 0:
-            place[j] = place_of(k, a, tile, expert[j], index[j])
+            place[j] = place_of(k, a, tile, starts, expert[j], index[j])
             if cutlass.const_expr(not k.placed):
                 row[j] = read(a.row_shift, expert[j])
     for j in cutlass.range_constexpr(routes_per_thread(k)):
@@ -413,7 +419,7 @@ def list_routes(
                 if chosen < -1:
                     chosen = dropped(chosen)
                 if chosen >= 0:
-                    earlier = place_of(k, a, tile, chosen, read(a.index, route)) - read(a.list_start, chosen)
+                    earlier = place_of(k, a, tile, starts, chosen, read(a.index, route)) - read(a.list_start, chosen)
                     if earlier < a.capacity:
                         valid += 1
         if cutlass.const_expr(k.shared_intermediate > 0):

@@ -37,7 +37,7 @@ from moe_fast.kernel.constants import (
     PlanWord,
 )
 from moe_fast.kernel.dispatch import copy_pair, next_far, next_unit, push_near, units_here
-from moe_fast.kernel.plan import keep_within, place_of
+from moe_fast.kernel.plan import keep_within, place_of, starts_of
 from moe_fast.kernel.scans import CONSUMERS, sync_consumers
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
@@ -93,6 +93,7 @@ def list_tokens(
     size = TILE_ROWS * k.top_k
     first = tile * size
     count = min(a.tokens * k.top_k - first, Int32(size))
+    starts = starts_of(k, a, tile)
     rows, places, ranks = scratch, scratch + size, scratch + 2 * size
     sync_consumers()
     for r in range(thread, size, CONSUMERS):
@@ -100,7 +101,7 @@ def list_tokens(
         if r < count:
             expert = read(a.expert, first + r)
             if expert >= 0:
-                place = place_of(k, a, tile, expert, read(a.index, first + r))
+                place = place_of(k, a, tile, starts, expert, read(a.index, first + r))
                 if keep_within(k, a, first + r, expert, place):
                     target = expert
                     if cutlass.const_expr(k.placed):
