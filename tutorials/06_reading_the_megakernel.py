@@ -293,13 +293,13 @@ print("all checks passed")
 
 # %% [markdown]
 # !!! abstract "What the real kernel does instead"
-#     This is it. Files in the order in which to read them: [`shapes`][moe_fast.kernel.shapes],
-#     [`signals`][moe_fast.kernel.signals], [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan],
-#     [`dispatch`][moe_fast.kernel.dispatch], [`subscriber`][moe_fast.kernel.subscriber],
-#     [`scheduler`][moe_fast.kernel.scheduler], [`processor`][moe_fast.kernel.processor],
-#     [`gemm`][moe_fast.kernel.gemm], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
-#     [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
-#     [`megakernel`][moe_fast.kernel.megakernel].
+#     This is it. Files in the order in which to read them: [`constants`][moe_fast.kernel.constants],
+#     [`shapes`][moe_fast.kernel.shapes], [`regions`][moe_fast.kernel.regions], [`signals`][moe_fast.kernel.signals],
+#     [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan], [`dispatch`][moe_fast.kernel.dispatch],
+#     [`subscriber`][moe_fast.kernel.subscriber], [`scheduler`][moe_fast.kernel.scheduler],
+#     [`processor`][moe_fast.kernel.processor], [`gemm`][moe_fast.kernel.gemm], [`loader`][moe_fast.kernel.loader],
+#     [`consumer`][moe_fast.kernel.consumer], [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare],
+#     [`combine`][moe_fast.kernel.combine], [`megakernel`][moe_fast.kernel.megakernel].
 #
 # ## Exercises
 #
