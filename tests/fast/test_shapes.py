@@ -79,6 +79,18 @@ def test_heap_formula_with_replicas():
     assert two.name != plain.name
 
 
+def test_early_tiles_are_marked_only_where_nobody_takes_the_mark_for_rows():
+    """The wire format "tokens" reads a tile's rows without taking the mark off; replicas move rows between tiles."""
+    two = Placement.from_replicas([[0, 1]] * 128, 2)
+    others = (QWEN3.replace(wire_format="tokens"), QWEN3.replace(layout="fixed"))
+    assert all(
+        KernelShape.from_config(QWEN3, ranks, transport=way).early for ranks in (1, 2) for way in constants.TRANSPORTS
+    )
+    assert KernelShape.from_config(QWEN3.replace(capacity_factor=0.5), 2).early
+    assert not any(KernelShape.from_config(config, 2).early for config in others)
+    assert not KernelShape.from_config(QWEN3, 2, placement=two).early
+
+
 def test_a_placement_in_blocks_is_the_plain_kernel():
     """So that a layer with the default placement shares its kernel."""
     placed = KernelShape.from_config(QWEN3, 2, placement=Placement.contiguous(128, 2))
