@@ -10,7 +10,8 @@ def variants_of(ranks: int, what: list[str]) -> list:
     """Kernels of the benchmark's commands that compare variants."""
     from moe_fast.bench import LAYERS
     from moe_fast.bench.variants import spread
-    from moe_fast.kernel.shapes import TRANSPORTS, KernelShape
+    from moe_fast.kernel.constants import TRANSPORTS
+    from moe_fast.kernel.shapes import KernelShape
 
     shapes = []
     if "balance" in what:
