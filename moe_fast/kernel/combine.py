@@ -281,15 +281,19 @@ def combine(
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     turn = warp
     go = Boolean(True)
-    while go and turn < combine_tasks(a.tokens, TOKENS_PER_TURN):
-        first = turn * TOKENS_PER_TURN
+    # where there are more warps than tokens, each takes one: a warp's tokens come one after the other
+    turns, each = Int32(combine_tasks(a.tokens, TOKENS_PER_TURN)), Int32(TOKENS_PER_TURN)
+    if a.tokens <= warps:
+        turns, each = a.tokens, Int32(1)
+    while go and turn < turns:
+        first = turn * each
         shift = first % TOKEN_TILE
-        count = min(Int32(TOKENS_PER_TURN), a.tokens - first)
+        count = min(each, a.tokens - first)
         bits = claim(k, a, side, first // TOKEN_TILE, ((1 << count) - 1) << shift, lane) >> shift
-        bits = bits & ((1 << TOKENS_PER_TURN) - 1)
+        bits = bits & ((1 << each) - 1)
         if bits != 0:
             # lane l waits for token l % 4 of the turn
-            token = min(first + lane % TOKENS_PER_TURN, a.tokens - 1)
+            token = min(first + (lane & (each - 1)), a.tokens - 1)
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
             go = wait_reached(
                 counters, token * k.signal_words, read(targets, token), a, Role.COMBINE, Wait.BACK, token, scope

@@ -13,6 +13,8 @@ TILE_COLUMNS = 256
 """Columns of a task: the widest wgmma. A gated first product holds 128 gate and 128 up columns."""
 LINE_BYTES = 128
 """Bytes of a row in one pipeline stage and in one epilogue buffer: the widest TMA swizzle."""
+FEW_ROWS = 16
+"""Rows of a task that are loaded where the others are padding, if there aren't more; else 64 or 128."""
 HALF_COLUMNS = 128
 """Rows of a weight matrix that one TMA load brings; a task takes two of them, which need not be neighbours."""
 STAGES = 4

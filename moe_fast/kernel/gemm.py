@@ -91,7 +91,8 @@ def load_product(
 
     asked: barrier of the dispatcher, which is told AHEAD steps before the end to fetch the next task: in time for its
     operands, and not long before, for a task that waits behind this one could run elsewhere.
-    rows_there: rows that rows_atom loads, 128, or 64 where the others are padding (rows_smem then counts half stages).
+    rows_there: rows that rows_atom loads, 128, or 64 or FEW_ROWS where the others are padding (rows_smem then counts
+    such parts of a stage). What a stage holds in their place multiplies into rows of results that nobody reads.
     """
     for step in range(depth):
         stage = count % STAGES

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from moe_fast.kernel.constants import HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
+from moe_fast.kernel.constants import FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
 from moe_fast.kernel.gemm import load_bias, load_logits, load_product
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
@@ -33,13 +33,15 @@ def load(
     aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
     aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
     aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
-    bias: tuple, shared: tuple, sA: cute.Tensor, sAh: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
+    few: tuple, bias: tuple, shared: tuple, sA: cute.Tensor, sAh: cute.Tensor, sAf: cute.Tensor, sBh: cute.Tensor,
+    sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
     side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
 ):  # fmt: skip
     """The loader warp."""
     one = cute.make_layout(1)
+    aRowsFew, tRowsFew, aHiddenFew, tHiddenFew = few
     pairs = []
     for atom, tensor, box, smem in (
         (aX, tX, (TILE_ROWS, k.line), sA),
@@ -48,6 +50,8 @@ def load(
         (aRouter, tRouter, (k.gate_columns, k.line), sG),
         (aRowsHalf, tRowsHalf, (TILE_ROWS // 2, k.line), sAh),
         (aHiddenHalf, tHiddenHalf, (TILE_ROWS // 2, k.line), sAh),
+        (aRowsFew, tRowsFew, (FEW_ROWS, k.line), sAf),
+        (aHiddenFew, tHiddenFew, (FEW_ROWS, k.line), sAf),
     ):
         tiled = cute.local_tile(tensor, box, (None, None))
         pairs.append(cpasync.tma_partition(atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(tiled, 0, 2)))
@@ -69,6 +73,8 @@ def load(
         (sRouter, gRouter),
         (sRowsHalf, gRowsHalf),
         (sHiddenHalf, gHiddenHalf),
+        (sRowsFew, gRowsFew),
+        (sHiddenFew, gHiddenFew),
         (sFirst, gFirst),
         (_, gUp),
         (sSecond, gSecond),
@@ -186,10 +192,16 @@ def load(
                             k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
                             sFirst, asked, TILE_ROWS,
                         )  # fmt: skip
-                    else:
+                    elif filled_rows(word) > FEW_ROWS:
                         count = load_product(
                             k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)], sRowsHalf,
                             aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2,
+                        )  # fmt: skip
+                    else:
+                        count = load_product(
+                            k.depth0, full, empty, count, aRowsFew,
+                            gRowsFew[(None, tile * (TILE_ROWS // FEW_ROWS), None)], sRowsFew, aFirst, gA, gB, sFirst,
+                            asked, FEW_ROWS,
                         )  # fmt: skip
                 else:
                     wait_reached(
@@ -203,9 +215,15 @@ def load(
                             k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
                             aSecond, gA, gB, sSecond, asked, TILE_ROWS,
                         )  # fmt: skip
-                    else:
+                    elif filled_rows(word) > FEW_ROWS:
                         count = load_product(
                             k.depth1, full, empty, count, aHiddenHalf, gHiddenHalf[(None, row_tile * 2, None)],
                             sHiddenHalf, aSecond, gA, gB, sSecond, asked, TILE_ROWS // 2,
+                        )  # fmt: skip
+                    else:
+                        count = load_product(
+                            k.depth1, full, empty, count, aHiddenFew,
+                            gHiddenFew[(None, row_tile * (TILE_ROWS // FEW_ROWS), None)], sHiddenFew, aSecond, gA, gB,
+                            sSecond, asked, FEW_ROWS,
                         )  # fmt: skip
         number += 1

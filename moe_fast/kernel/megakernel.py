@@ -27,7 +27,7 @@ import cutlass.utils as utils
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from moe_fast.kernel.constants import HALF_COLUMNS, STAGES, THREADS, TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import FEW_ROWS, HALF_COLUMNS, STAGES, THREADS, TILE_COLUMNS, TILE_ROWS, PlanWord
 from moe_fast.kernel.consumer import consume
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
@@ -103,6 +103,10 @@ class MegaKernel:
         aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box, **rounded)
         aRowsHalf, tRowsHalf = cpasync.make_tiled_tma_atom(load, mRows, lAh1, half_rows_box, **rounded)
         aHiddenHalf, tHiddenHalf = cpasync.make_tiled_tma_atom(load, mHidden, lAh1, half_rows_box, **rounded)
+        lAf = cute.tile_to_shape(atom, (FEW_ROWS, k.line, STAGES * (TILE_ROWS // FEW_ROWS)), order=(0, 1, 2))
+        lAf1, few = cute.slice_(lAf, (None, None, 0)), ()
+        for rows in (mRows, mHidden):
+            few += (*cpasync.make_tiled_tma_atom(load, rows, lAf1, (FEW_ROWS, k.line), **rounded),)
         aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box, **rounded)
         aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box, **rounded)
         aOut, tOut = cpasync.make_tiled_tma_atom(store, mHidden, lC1, chunk_box)
@@ -151,7 +155,8 @@ class MegaKernel:
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, bias, shared, lA, lA1, lAh, lB, lBh, lG, lC, lCs, lBias,
+            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, lA, lA1, lAh, lAf, lB, lBh, lG, lC, lCs,
+            lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -161,13 +166,14 @@ class MegaKernel:
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
         aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
-        aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, bias: tuple, shared: tuple,
-        lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lB: cute.ComposedLayout,
-        lBh: cute.ComposedLayout,
+        aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, few: tuple, bias: tuple, shared: tuple,
+        lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lAf: cute.ComposedLayout,
+        lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
     ):  # fmt: skip
         """Hand out the roles; leave together.
 
+        few: atoms and tensors of dispatched rows and hidden activations in boxes of FEW_ROWS rows.
         bias: atoms and tensors of the biases of both products; shared: of the shared expert's first and second weight,
         hidden to load and hidden to store, and of the tokens; both empty for a layer without.
         """
@@ -192,7 +198,7 @@ class MegaKernel:
         sent, slots, asked = s.sent.data_ptr(), s.slots.data_ptr(), s.asked.data_ptr()
         over = cute.recast_ptr(s.over.data_ptr(), dtype=Int32)
         if warp_id == 0:
-            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut, *bias[::2], *shared[::2]):
+            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut, *few[::2], *bias[::2], *shared[::2]):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
@@ -215,6 +221,7 @@ class MegaKernel:
 
         sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
         sAh = s.sA.get_tensor(lAh.outer, swizzle=lAh.inner)
+        sAf = s.sA.get_tensor(lAf.outer, swizzle=lAf.inner)
         sB = s.sB.get_tensor(lB.outer, swizzle=lB.inner)
         sBh = s.sB.get_tensor(lBh.outer, swizzle=lBh.inner)
         sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
@@ -232,9 +239,9 @@ class MegaKernel:
                 if warp_id == 0:
                     load(
                         k, a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
-                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, bias, shared, sA, sAh, sBh, sG,
-                        cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked, side,
-                        block, processors, token_tiles,
+                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, sA, sAh, sAf, sBh,
+                        sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked,
+                        side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:

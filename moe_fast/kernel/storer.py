@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from moe_fast.kernel.constants import SHARED_SLOT, PlanWord
+from moe_fast.kernel.constants import SHARED_SLOT, TILE_ROWS, PlanWord
 from moe_fast.kernel.processor import count_returned, filled_rows, release_hidden, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
@@ -55,8 +55,11 @@ def store(
                     for q in cutlass.range_constexpr(2):
                         barrier = q * 2 + c % 2
                         cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
-                        # columns beyond D are computed but not stored
-                        if routed and (whole or column * chunks + c < k.intermediate // k.line):
+                        # columns beyond D are computed but not stored, nor are 64 rows of padding
+                        used = routed
+                        if cutlass.const_expr(q == 1):
+                            used = used and filled_rows(word) > TILE_ROWS // 2
+                        if used and (whole or column * chunks + c < k.intermediate // k.line):
                             cute.copy(
                                 aOut, sOut[(None, q + 2 * (c % 2))],
                                 gOut[(None, row_tile * 2 + q, column * chunks + c)],
