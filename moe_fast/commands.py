@@ -45,7 +45,8 @@ def compile_kernels(
     """
     check_compiler()
     from moe_fast.compiler import cache_folder, compile_all, inspect_file
-    from moe_fast.kernel.shapes import SCHEDULERS, TRANSPORTS, KernelShape
+    from moe_fast.kernel.constants import SCHEDULERS, TRANSPORTS
+    from moe_fast.kernel.shapes import KernelShape
     from moe_ref.console import err
     from moe_ref.console import out as console
 

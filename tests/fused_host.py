@@ -21,7 +21,8 @@ import torch
 from moe_fast import backend, compiler, engine, unfused
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
-from moe_fast.kernel.shapes import KernelShape, heap_regions
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
 from moe_ref.layer import MoELayer
 from moe_ref.world import DistributedWorld

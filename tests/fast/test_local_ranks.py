@@ -19,7 +19,9 @@ import torch
 from moe_fast import backend, engine, heap, local_ranks, unfused
 from moe_fast.engine import LEAST_BLOCKS, Engine, MegakernelInputError, MegakernelTimeout, blocks_per_rank
 from moe_fast.heap import Heap, local_heaps
-from moe_fast.kernel.shapes import SCHEDULERS, KernelShape, Status, heap_regions
+from moe_fast.kernel.constants import SCHEDULERS, Status
+from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks, side_by_side, where_held
 from moe_ref import MoEConfig, MoELayer, SimulatedWorld, cases
 from moe_ref.errors import UsageError
