@@ -30,10 +30,11 @@ SHARED_SLOT = (1 << SLOT_BITS) - 1
 """Slot field of a task of the shared expert: no routed expert has it."""
 UNIT_ROWS = 8
 """Rows that a warp copies under one fence."""
-BOOST_UNIT = 4
+BOOST_UNIT = 2
 """The same for the first rows, where there are more warps than units: shorter is sooner."""
-BOOST_ROWS = 3072
-"""Local rows that all warps copy together before the first task, instead of the spare warps alone: a first wave's."""
+BOOST_ROWS = 2112
+"""Local rows that all warps copy together before the first task, instead of the spare warps alone: two for each of
+1056 warps, a first wave's."""
 HOME_BITS = 26
 """Where a row goes home to is one int32: source rank above, route (token, choice) in this many low bits."""
 FILLED_SHIFT = 48

@@ -125,7 +125,7 @@ def make_plan(
                 address = peer(a, thread) + a.counts_flag_at
                 # covers what the other threads wrote before the barrier
                 cute.arch.fence_acq_rel_sys()
-                write(address, a.rank, counts_signal(epoch), sem="release", scope="sys")
+                write(address, a.rank, counts_signal(epoch), sem="relaxed", scope="sys")
             elif thread == a.rank:
                 write(
                     a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), sem="release", scope="sys"
