@@ -241,10 +241,16 @@ def combine_early(
         back = Boolean(False)
         if token < a.tokens:
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
-            back = reached(read(counters, token * k.signal_words, sem="acquire", scope=scope), read(targets, token))
+            seen = read(counters, token * k.signal_words, sem="relaxed" if k.put else "acquire", scope=scope)
+            back = reached(seen, read(targets, token))
         taken = read(side_counters(a, side), combined_word(k, a, tile), sem="relaxed", scope="gpu")
         bits = cute.arch.vote_ballot_sync(back) & ~taken
         if bits != 0:
+            if cutlass.const_expr(k.put):
+                # only now, for it empties L1, where the storer has what it puts
+                if back:
+                    read(counters, token * k.signal_words, sem="acquire", scope="sys")
+                cute.arch.sync_warp()
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 start = Int64(cute.arch.globaltimer())

@@ -78,6 +78,12 @@ def copy_pair(
             cute.arch.store(gmem(target1 + here, Int32, VECTOR_BYTES), two)
 
 
+def fence_far(k: KernelShape):
+    """Order rows stored to another rank before their counting. What is staged for a put is read by this warp alone."""
+    if not k.put:
+        cute.arch.fence_acq_rel_sys()
+
+
 @cute.jit
 def push_unit(
     k: cutlass.Constexpr[KernelShape],
@@ -129,7 +135,7 @@ def push_unit(
         if destination == a.rank:
             cute.arch.fence_acq_rel_gpu()
         else:
-            cute.arch.fence_acq_rel_sys()
+            fence_far(k)
         cute.arch.sync_warp()
         if cutlass.const_expr(k.put):
             if destination == a.rank:
@@ -268,7 +274,7 @@ def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int
             if far:
                 far, destination, number = next_far(k, a, side, far_units, lane)
                 if far:
-                    push_unit(k, a, side, destination, number, UNIT_ROWS, lane)
+                    push_unit(k, a, side, destination, number, k.far_unit, lane)
         if near:
             near = push_near(k, a, side, begun, near_units, lane)
 

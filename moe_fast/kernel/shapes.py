@@ -16,6 +16,7 @@ from moe_fast.kernel.constants import (
     HALF_COLUMNS,
     LINE_BYTES,
     PACKET_TAIL,
+    PUT_UNIT,
     SCHEDULERS,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -209,8 +210,11 @@ class KernelShape:
 
     @property
     def words(self) -> int:
-        """task words that a block has room for; the biases of float32 layers take the place of two of them"""
-        return 1 if self.expert_bias and self.element_size == 4 else WORDS
+        """task words that a block has room for; the biases of float32 layers take the place of two of them. A storer
+        that puts results takes longer than a short task: it may be further behind where that costs no bias buffers."""
+        if self.expert_bias:
+            return 1 if self.element_size == 4 else WORDS
+        return 2 * WORDS if self.put else WORDS
 
     @property
     def sent(self) -> int:
@@ -308,7 +312,7 @@ class KernelShape:
 
     @property
     def put(self) -> bool:
-        """Whether rows and signals leave by NVSHMEM's put-with-signal instead of direct stores."""
+        """Whether rows and signals leave by NVSHMEM's puts and signals instead of direct stores."""
         return self.transport == "put_signal"
 
     @property
@@ -326,7 +330,9 @@ class KernelShape:
     @property
     def far_unit(self) -> int:
         """entries of the send list that a warp takes together for another rank"""
-        return TOKEN_UNIT if self.by_token else UNIT_ROWS
+        if self.by_token:
+            return TOKEN_UNIT
+        return PUT_UNIT if self.put else UNIT_ROWS
 
     @property
     def signal_words(self) -> int:

@@ -11,7 +11,7 @@ from moe_fast.kernel.constants import SHARED_SLOT, TILE_ROWS, PlanWord
 from moe_fast.kernel.processor import count_returned, filled_rows, release_hidden, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
-from moe_fast.kernel.transport import put_results
+from moe_fast.kernel.transport import count_put
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -94,7 +94,7 @@ def store(
             else:
                 cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
                 if cutlass.const_expr(k.put):
-                    put_results(k, a, side, row_tile, filled_rows(word), routed, lane)
+                    count_put(k, a, side, row_tile, column, filled_rows(word), routed, lane)
                 else:
                     count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
                 returns += 1
