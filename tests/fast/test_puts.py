@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,7 +197,7 @@ def machine(k: KernelShape, **more) -> tuple[Warp, SimpleNamespace]:
     return warp, a
 
 
-def shape_of(hidden: int, dtype: str = "bfloat16", layout: str = "compact") -> KernelShape:
+def shape_of(hidden: int, dtype: Any = "bfloat16", layout: Any = "compact") -> KernelShape:
     config = MoEConfig(
         hidden, 64, 6, 2, dtype=dtype, layout=layout, capacity_factor=1.0 if layout == "fixed" else None, tile_rows=128
     )
