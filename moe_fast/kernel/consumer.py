@@ -35,7 +35,7 @@ from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, home_of, mark, note, now, read
 from moe_fast.kernel.sums import sum_rest
 from moe_fast.kernel.tokens import list_all_tokens
-from moe_fast.kernel.transport import STORER_PUTS, put_results
+from moe_fast.kernel.transport import put_results
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -170,7 +170,7 @@ def consume(
                 place = buffer_tile(k, a, row_tile) * TILE_ROWS + warp_id * 16 + lane % 16
                 if cutlass.const_expr(not k.by_token):
                     home = home_of(k, a, side, place)
-            if cutlass.const_expr(k.put and not STORER_PUTS):
+            if cutlass.const_expr(k.put):
                 # nothing of the last product is left: else it would be kept in memory over the calls below
                 acc.fill(0.0)
             if group == 0 or filled > TILE_ROWS // 2:
@@ -201,11 +201,11 @@ def consume(
                     k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
                     sBias + number % k.biases * TILE_COLUMNS, thread,
                 )  # fmt: skip
-                if cutlass.const_expr(k.put and not STORER_PUTS):
-                    cute.arch.sync_warp()
-                    put_results(
-                        k, a, side, row_tile, column, home, place, row < filled and routed, warp_id * 16, 16, lane
-                    )
+                if cutlass.const_expr(k.put):
+                    if routed:
+                        # any warp may put any row
+                        sync_consumers()
+                        put_results(k, a, side, row_tile, column, filled, warp_id, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(sent + returns % k.sent)

@@ -16,7 +16,6 @@ from moe_fast.kernel.constants import (
     HALF_COLUMNS,
     LINE_BYTES,
     PACKET_TAIL,
-    PUT_UNIT,
     SCHEDULERS,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -330,9 +329,7 @@ class KernelShape:
     @property
     def far_unit(self) -> int:
         """entries of the send list that a warp takes together for another rank"""
-        if self.by_token:
-            return TOKEN_UNIT
-        return PUT_UNIT if self.put else UNIT_ROWS
+        return TOKEN_UNIT if self.by_token else UNIT_ROWS
 
     @property
     def signal_words(self) -> int:

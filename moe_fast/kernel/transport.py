@@ -10,19 +10,18 @@ What differs from stores, all of it at compile time (`KernelShape.put`):
   Nothing there is written before every rank has begun the call, so no peer's last put can still be on its way.
 * A row is one packet: the row, then its home. With stores the home is a word of another array.
 * Signals are 64-bit words. Only their lower halves are looked at, so waits are the same.
-* Spare warps take larger units of rows for other ranks: `PUT_UNIT`.
-* The storer puts what its own block's consumers have just stored, a column tile of each row, as they would store it
-  themselves; counting and signals are those of stores.
+* Consumers put what their block has just stored, a column tile of each row, where they would otherwise store it;
+  counting and signals are those of stores.
 
 A put to a peer of the same host is a copy by this warp, 512 bytes to load, then to store, one step after the other: 1
 us a step where the bytes come from L2, a tenth of that from L1. So what is put is first asked for in one go (`touch`).
 The puts' completion takes 10 us while rows are on their way, and a signal has to wait for it: packets that land side by
 side go in one put, a unit of rows has one `quiet` and a signal for each row tile, a column tile of results has one.
 
-Who puts has the bytes in its own SM: a warp stages its unit itself, and results come from consumers of the same block.
-So a barrier orders them before the put's loads, and L1 holds no older version of them. NVSHMEM has the fence that a
-network adapter needs. NVSHMEM's functions are called, not inlined: with such calls the compiler waits for each wgmma
-and gives all warps 168 registers. Products are as fast as without, for two warpgroups take turns.
+Who puts has the bytes from its own SM: a warp stages its unit itself, and results come from consumers of the same
+block. So a barrier orders them before the put's loads, and L1 holds no older version of them. NVSHMEM has the fence
+that a network adapter needs. NVSHMEM's functions are called, not inlined: with such calls the compiler waits for each
+wgmma and gives all warps 168 registers. Products are as fast as without, for two warpgroups take turns.
 """
 
 import cutlass
@@ -55,8 +54,10 @@ from moe_fast.kernel.signals import (
 
 SIGNAL_SET, SIGNAL_ADD = 9, 10
 """NVSHMEM_SIGNAL_SET and NVSHMEM_SIGNAL_ADD."""
-STORER_PUTS = False
-"""Whether results are put by the storer, not by the consumers themselves."""
+WARPS = 8
+"""Consumer warps of a block."""
+GROUPS = TILE_ROWS // 32
+"""Rows of a tile that a lane knows: its own of every 32."""
 PIECE_BYTES = 8192
 """What a warp asks for before it puts it: two warps of an SM do so, and 28 KB are left for L1."""
 HOME_BYTES = 16
@@ -196,32 +197,57 @@ def lowest(bits):
 
 
 @cute.jit
-def put_results(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, column: Int32, home: Int32, place: Int32,
-    used: Boolean, begin: Int32, rows: cutlass.Constexpr, lane: Int32,
-):  # fmt: skip
-    """A whole warp: column tile `column` of rows `begin` to `begin` + `rows` - 1 of a row tile, as far as they go to
-    other ranks, from `results`, where this block's consumers have stored them.
+def homes_of(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, first: Int32, filled: Int32,
+    routed: Boolean, lane: Int32,
+) -> cute.Tensor:  # fmt: skip
+    """Where the rows lane, lane + 32, ... of a row tile go home to; this rank for those that aren't used.
 
-    Lane l (and l + 16 with 16 rows) knows row `begin` + l: whether it is used, where it goes home to, and which row
-    of the dispatch buffer it is.
+    first: row of the dispatch buffer that is the tile's first.
+    """
+    homes = cute.make_rmem_tensor(GROUPS, Int32)
+    for i in cutlass.range_constexpr(GROUPS):
+        homes[i] = a.rank << HOME_BITS
+        if i * 32 + lane < filled:
+            homes[i] = (a.rank << HOME_BITS) | ((row_tile * TILE_ROWS + i * 32 + lane) * k.top_k)
+            if routed:
+                homes[i] = home_of(k, a, side, first + i * 32 + lane)
+    return homes
+
+
+@cute.jit
+def put_results(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, column: Int32, filled: Int32,
+    warp: Int32, lane: Int32,
+):  # fmt: skip
+    """One of the eight consumer warps puts its share of column tile `column` of a row tile: of those rows that other
+    ranks wait for, from `results`, where the block's consumers have stored them before a barrier.
+
+    Rows from one rank lie side by side in a tile, so a warp's own 16 would often be all of them or none: the rows that
+    leave are dealt out one by one.
     """
     row_bytes, width = k.hidden * k.element_size, TILE_COLUMNS * k.element_size
     inside = Int64(column) * width
     size = Int32(width)
     if cutlass.const_expr(row_bytes % width > 0):
         size = min(size, row_bytes - column * width)
-    owner = home >> HOME_BITS
-    left = cute.arch.vote_ballot_sync(used and owner != a.rank and lane < rows)
-    target = a.heap + result_at(k, a, side, owner, home & ((1 << HOME_BITS) - 1), place) + inside
-    staged = a.heap + a.results_at + (Int64(row_tile) * TILE_ROWS + begin) * row_bytes + inside
-    while left != 0:
-        ahead = touch_rows(k, staged, size, left, rows, lane)
-        while left != ahead:
+    first = buffer_tile(k, a, row_tile) * TILE_ROWS
+    homes = homes_of(k, a, side, row_tile, first, filled, Boolean(True), lane)
+    staged = a.heap + a.results_at + Int64(row_tile) * TILE_ROWS * row_bytes + inside
+    dealt = Int32(0)
+    for i in cutlass.range_constexpr(GROUPS):
+        owner, route = homes[i] >> HOME_BITS, homes[i] & ((1 << HOME_BITS) - 1)
+        leaving = owner != a.rank
+        all_leaving = Int32(cute.arch.vote_ballot_sync(leaving))
+        number = dealt + cute.arch.popc(all_leaving & ((1 << lane) - 1))
+        left = Int32(cute.arch.vote_ballot_sync(leaving and number % WARPS == warp))
+        dealt += cute.arch.popc(all_leaving)
+        target = a.heap + result_at(k, a, side, owner, route, first + i * 32 + lane) + inside
+        while left != 0:
             r = lowest(left)
             nvshmem_put(
-                gmem(cute.arch.shuffle_sync(target, r)), gmem(staged + Int64(r) * row_bytes), Uint64(size // 4),
-                cute.arch.shuffle_sync(owner, r),
+                gmem(cute.arch.shuffle_sync(target, r)), gmem(staged + Int64(i * 32 + r) * row_bytes),
+                Uint64(size // 4), cute.arch.shuffle_sync(owner, r),
             )  # fmt: skip
             left = left & (left - 1)
 
@@ -231,8 +257,7 @@ def count_put(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, column: Int32, filled: Int32,
     routed: Boolean, lane: Int32,
 ):  # fmt: skip
-    """The storer warp, after the consumers have issued the stores of a GEMM1 tile: `processor.count_returned`, but the
-    rows of other ranks are put first.
+    """The storer warp, after the consumers have stored and put a GEMM1 tile: `processor.count_returned` with signals.
 
     Every block waits for its own puts before it counts. So the warp that counts the last column tile may signal for
     all: lane l rows l, l + 32, l + 64 and l + 96. Rows of the shared expert (not routed) never leave.
@@ -240,25 +265,12 @@ def count_put(
     first = row_tile * TILE_ROWS
     if routed:
         first = buffer_tile(k, a, row_tile) * TILE_ROWS
-    homes = cute.make_rmem_tensor(4, Int32)
-    for i in cutlass.range_constexpr(4):
-        homes[i] = a.rank << HOME_BITS
-        if i * 32 + lane < filled:
-            homes[i] = (a.rank << HOME_BITS) | ((row_tile * TILE_ROWS + i * 32 + lane) * k.top_k)
-            if routed:
-                homes[i] = home_of(k, a, side, first + i * 32 + lane)
+    homes = homes_of(k, a, side, row_tile, first, filled, routed, lane)
     going = not aborted_together(a)
     some = Int32(0)
-    for i in cutlass.range_constexpr(4):
+    for i in cutlass.range_constexpr(GROUPS):
         some += Int32(cute.arch.popc(cute.arch.vote_ballot_sync(homes[i] >> HOME_BITS != a.rank)))
     if some > 0:
-        if cutlass.const_expr(STORER_PUTS):
-            if going:
-                for i in cutlass.range_constexpr(4):
-                    put_results(
-                        k, a, side, row_tile, column, homes[i], first + i * 32 + lane, Boolean(True), Int32(i * 32), 32,
-                        lane,
-                    )  # fmt: skip
         nvshmem_quiet()
     else:
         cute.arch.fence_acq_rel_gpu()
@@ -273,7 +285,7 @@ def count_put(
     if last and going:
         # what the other column tiles' blocks have put
         cute.arch.fence_acq_rel_sys()
-        for i in cutlass.range_constexpr(4):
+        for i in cutlass.range_constexpr(GROUPS):
             owner = homes[i] >> HOME_BITS
             token = (homes[i] & ((1 << HOME_BITS) - 1)) // k.top_k
             signal = a.heap + a.back_at + Int64(back_word(k, a, side, token)) * 4
@@ -284,36 +296,6 @@ def count_put(
         if lane == 0:
             add(a.control, PUT_RESULTS, some, "gpu")
     cute.arch.sync_warp()
-
-
-@cute.jit
-def touch_rows(
-    k: cutlass.Constexpr[KernelShape], staged: Int64, size: Int32, rows: Int32, most: cutlass.Constexpr, lane: Int32
-) -> Int32:
-    """A whole warp: `touch` for `size` bytes of each of the rows (0 to `most` - 1) whose bits are set, as many as are
-    PIECE_BYTES together. Returns the bits of the others.
-
-    staged: address of what is asked for of row 0.
-    """
-    row_bytes, width = k.hidden * k.element_size, TILE_COLUMNS * k.element_size
-    together = WARP_BYTES // width
-    # of the rows that one load brings: which of them this lane asks for, and what of it
-    mine, part = lane * SECTOR_BYTES // width, Int64(min(lane * SECTOR_BYTES % width, size - SECTOR_BYTES))
-    seen = Int32(0)
-    values = []
-    for _ in cutlass.range_constexpr(min(PIECE_BYTES // WARP_BYTES, most // together)):
-        asked = lowest(rows)
-        rows = rows & (rows - 1)
-        for j in cutlass.range_constexpr(1, together):
-            if mine == j:
-                asked = lowest(rows)
-            rows = rows & (rows - 1)
-        # where no row is left, the last one is looked at
-        values.append(read(staged + Int64(min(asked, Int32(most - 1))) * row_bytes + part, 0))
-    for value in values:
-        seen = seen | value
-    await_values(seen)
-    return rows
 
 
 @cute.jit

@@ -1020,8 +1020,8 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         special, uneven, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input, refused,
-        many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start, replicas,
-        timeout, small,
+        many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start,
+        replicas, timeout, small,
     )
 } | one_gpu.SCENARIOS  # fmt: skip
 
