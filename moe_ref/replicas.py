@@ -94,6 +94,23 @@ class Placement:
         return tuple(tuple(replicas) for replicas in held)
 
     @cached_property
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        """The experts with several replicas, in rounds: two of the same round share no rank, so a round's experts can
+        be worked on at the same time. Each is in the first round, in the order of experts, that has its ranks free."""
+        rounds: list[list[int]] = []
+        busy: list[set[int]] = []
+        for expert, ranks in enumerate(self.ranks_of_expert):
+            if len(ranks) == 1:
+                continue
+            turn = next((n for n, taken in enumerate(busy) if taken.isdisjoint(ranks)), len(busy))
+            if turn == len(busy):
+                rounds.append([])
+                busy.append(set())
+            rounds[turn].append(expert)
+            busy[turn].update(ranks)
+        return tuple(tuple(experts) for experts in rounds)
+
+    @cached_property
     def replica_counts(self) -> np.ndarray:
         """Number of replicas of each expert, int64 [E]."""
         return np.array([len(ranks) for ranks in self.ranks_of_expert], dtype=np.int64)

@@ -211,7 +211,8 @@ def load(path: Path) -> types.ModuleType:
     exec(compile(source, str(path), "exec"), vars(module))
     vars(module).update(
         pick=_pick, from_lane=_from_lane, vote=_vote, count_bits=_count_bits, put_where=_put_where,
-        add_where=_add_where, sync=_sync, least=_each("reduction", np.min), total_of=_each("reduction", np.sum),
+        add_where=_add_where, sync=_sync, least=_each("reduction", np.min), most=_each("reduction", np.max),
+        total_of=_each("reduction", np.sum),
         union_of=_each("reduction", np.bitwise_or.reduce),
     )  # fmt: skip
     return module

@@ -40,9 +40,16 @@ def unsupported_wire(config: MoEConfig, ranks: int, transport: str) -> list[str]
     return []
 
 
+def most_rounds(experts: int, replicas: int, slots: int) -> int:
+    """Most rounds of a placement (`Placement.rounds`): an expert waits for a round only while every earlier one has
+    another expert of one of its ranks."""
+    return min(experts, replicas * (slots - 1) + 1)
+
+
 def solver_words(experts: int, replicas: int, ranks: int, slots: int) -> int:
-    """4 E D + 3 E + 3 P X + 2: what the solver holds in shared memory, in 4-byte words."""
-    return 4 * experts * replicas + 3 * experts + 3 * ranks * slots + 2
+    """4 E D + 3 E + 3 P X + R P + 3: what the solver holds in shared memory, in 4-byte words; R rounds."""
+    rounds = most_rounds(experts, replicas, slots)
+    return 4 * experts * replicas + 3 * experts + (3 * slots + rounds) * ranks + 3
 
 
 def unsupported_placement(config: MoEConfig, placement: Placement, ranks: int) -> list[str]:

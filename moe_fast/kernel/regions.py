@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_fast.kernel.constants import COUNTER_WORDS, PLAN_WORDS, TILE_ROWS, TOKEN_TILE
+from moe_fast.kernel.limits import most_rounds
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.layout import ROUNDS, SIDES, align_up, ceil_div
 from moe_ref.placement import Placement
@@ -156,8 +157,9 @@ def sum_words(shape: KernelShape, max_tokens, token_tiles):
 
 
 def placement_tables(placement: Placement, replicas: int, slots: int) -> np.ndarray:
-    """What a launch hands over about a placement, int32 [E * D + P * X]: the rank of every replica, -1 for none; then
-    what every slot holds, replica number e * D + j, -1 for an empty slot.
+    """What a launch hands over about a placement, int32 [E * D + P * X + R * P + 1]: the rank of every replica, -1 for
+    none; what every slot holds, replica number e * D + j, -1 for an empty slot; the replica that each rank pours in
+    each round, -1 for none; and the number of rounds.
 
     replicas, slots: D and X of the kernel, at least those of the placement.
     """
@@ -167,4 +169,10 @@ def placement_tables(placement: Placement, replicas: int, slots: int) -> np.ndar
     for rank, pairs in enumerate(placement.replicas_of_rank):
         for slot, (expert, replica) in enumerate(pairs):
             held_PX[rank, slot] = expert * replicas + replica
-    return np.concatenate([rank_ED.ravel(), held_PX.ravel()])
+    turn_RP = np.full((most_rounds(placement.num_experts, replicas, slots), placement.num_ranks), -1, dtype=np.int32)
+    for turn, experts in enumerate(placement.rounds):
+        for expert in experts:
+            for replica, rank in enumerate(placement.ranks_of_expert[expert]):
+                turn_RP[turn, rank] = expert * replicas + replica
+    rounds = np.array([len(placement.rounds)], dtype=np.int32)
+    return np.concatenate([rank_ED.ravel(), held_PX.ravel(), turn_RP.ravel(), rounds])

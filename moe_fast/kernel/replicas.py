@@ -38,15 +38,17 @@ def arrays(k: KernelShape, scratch):
 
 @cute.jit
 def load_tables(k: cutlass.Constexpr[KernelShape], a: Args, scratch: cute.Pointer, thread: Int32):
-    """Bring the placement's tables into shared memory: rank [E, D], then held [P, X]."""
+    """Bring the placement's tables into shared memory: rank [E, D], held [P, X], turn [R, P] and the rounds."""
     w, m = solver.words_of(k), arrays(k, scratch)
-    pairs, slots = k.experts * k.replicas, k.ranks * k.slots
-    for i in range(thread, pairs + slots, CONSUMERS):
+    pairs, slots, turns = k.experts * k.replicas, k.ranks * k.slots, w.rounds + 1 - w.turn
+    for i in range(thread, pairs + slots + turns, CONSUMERS):
         value = read(a.placement, i)
         if i < pairs:
             m[w.rank + i] = value
-        else:
+        elif i < pairs + slots:
             m[w.held + i - pairs] = value
+        else:
+            m[w.turn + i - pairs - slots] = value
     sync_consumers()
     if thread < k.experts:
         solver.begin_tables(k, m, thread)

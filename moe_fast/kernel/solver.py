@@ -10,18 +10,19 @@ What a warp makes of it. The steps depend on each other, so what counts is how l
 * Lane p holds what there is once for rank p: its load, its place in the search's queue, how the search came to it.
   Reading another rank's is a shuffle. Sets of ranks are words of bits, the same in all lanes.
 * A path of the search is such a set, too. What it can carry is one minimum over the warp, and its lanes move the rows
-  of their own arcs, however long it is.
+  of their own arcs, however long it is, once for all that its last rank gives away.
 * A rank that is reached looks at 32 of its slots together. Most ranks have nothing to look at: every lane knows which
   ranks its rows could go to, so the next rank that has a new one among them is found in one step, and those before it
   in the queue are passed over, which changes nothing.
-* In pouring, 32 experts lie in the lanes; from one to the next only the loads are waited for.
+* In pouring, lane p pours rank p's part. Experts of a round share no rank, so a round is one step; from one to the
+  next only the loads are waited for.
 
 Branches are the same for all lanes; where lanes differ they `pick` a value or write under a condition. So the code runs
 on any machine as plain Python on 32 lanes (tests/warps.py), which is how it is tested without a GPU.
 
 Memory is one array of int32 words (shared memory), cut up by `Words`. A replica's number is v = e * D + j.
 
-Letters: E experts, D replicas of an expert (at most), P ranks, X slots of a rank.
+Letters: E experts, D replicas of an expert (at most), P ranks, X slots of a rank, R rounds of pouring (at most).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from moe_fast.kernel.limits import most_rounds
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.layout import ceil_div
 
@@ -54,13 +56,17 @@ class Words:
     held: int
     tile: int
     listed: int
+    turn: int
+    rounds: int
     total: int
 
     @classmethod
     def of(cls, experts: int, replicas: int, ranks: int, slots: int) -> Words:
-        """rows, start, rank, before [E, D]; rest, mask, count [E]; held [P, X]; tile, listed [P, X] + 1."""
+        """rows, start, rank, before [E, D]; rest, mask, count [E]; held [P, X]; tile, listed [P, X] + 1; turn [R, P],
+        and how many of its rounds there are."""
         pairs, all_slots = experts * replicas, ranks * slots
-        sizes = [pairs] * 4 + [experts] * 3 + [all_slots, all_slots + 1, all_slots + 1]
+        turns = most_rounds(experts, replicas, slots) * ranks
+        sizes = [pairs] * 4 + [experts] * 3 + [all_slots, all_slots + 1, all_slots + 1, turns, 1]
         offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         return cls(*offsets)
 
@@ -91,6 +97,11 @@ def vote(condition):
 def least(value):
     """The smallest of all lanes."""
     return Int32(cute.arch.warp_redux_sync(value, "min"))
+
+
+def most(value):
+    """The largest of all lanes."""
+    return Int32(cute.arch.warp_redux_sync(value, "max"))
 
 
 def total_of(value):
@@ -136,86 +147,76 @@ def lowest_bit(mask):
 
 
 @cute.jit
-def pour_many(
-    k: cutlass.Constexpr[KernelShape],
-    m: cute.Tensor,
-    load: Int32,
-    expert: Int32,
-    rank: Int32,
-    count: Int32,
-    amount: Int32,
-    lane: Int32,
-) -> Int32:
-    """`flow.fill_evenly` over any number of replicas, one a lane; writes their rows and returns the loads.
+def halve(load: Int32, other: Int32, amount: Int32, first: Boolean) -> Int32:
+    """`flow.fill_evenly` over two ranks: the part of the lane's own; first: whether that is the earlier replica."""
+    a, b = pick(first, load, other), pick(first, other, load)
+    # halved on a non-negative number: // floors there as in Python
+    part = min(max(b - a + amount + pick(a <= b, 1, 0), Int32(0)) // 2, amount)
+    return pick(first, part, amount - part)
 
-    rank: of the replica that a lane has; anything beyond the last.
+
+@cute.jit
+def fill(
+    k: cutlass.Constexpr[KernelShape], load: Int32, ranks: cute.Tensor, amount: Int32, replica: Int32, mine: Boolean
+) -> Int32:
+    """`flow.fill_evenly` over any number of ranks: the part of the lane's own.
+
+    ranks: of the replicas of the lane's expert, -1 for none; replica: the lane's own; mine: whether it has one.
     """
-    w = words_of(k)
-    mine = lane < count
-    here = pick(mine, from_lane(load, rank), NONE - 1)
     # how many ranks lie below this one (ties to the earlier replica), and how many rows lift them up to it
     position, lift = Int32(0), Int32(0)
+    loads = cute.make_rmem_tensor(k.replicas, Int32)
     for j in cutlass.range_constexpr(k.replicas):
-        other = from_lane(here, j)
-        below = mine & (other < here + pick(lane > j, 1, 0))
+        loads[j] = from_lane(load, max(ranks[j], Int32(0)))
+        below = (ranks[j] >= 0) & (loads[j] < load + pick(replica > j, 1, 0))
         position += pick(below, 1, 0)
-        lift += pick(below, here - other, 0)
-    shared = mine & (lift < amount)
-    width = count_bits(vote(shared))
-    rows = total_of(pick(shared, here, 0)) + amount
-    level = rows // width if cutlass.const_expr(k.replicas > 8) else rows
+        lift += pick(below, load - loads[j], 0)
+    shared = pick(mine & (lift < amount), 1, 0)
+    width, rows = Int32(0), amount
+    for j in cutlass.range_constexpr(k.replicas):
+        shares = (ranks[j] >= 0) & (from_lane(shared, max(ranks[j], Int32(0))) != 0)
+        width += pick(shares, 1, 0)
+        rows += pick(shares, loads[j], 0)
+    level = rows // max(width, Int32(1)) if cutlass.const_expr(k.replicas > 8) else rows
     for n in cutlass.range_constexpr(2, k.replicas + 1 if k.replicas <= 8 else 2):
         # division by a constant is a product
         level = pick(width == n, rows // n, level)
-    part = pick(shared, level - here + pick(position < rows - level * width, 1, 0), 0)
-    put_where(m, mine, w.rows + expert * k.replicas + lane, part)
-    for j in cutlass.range_constexpr(k.replicas):
-        load += pick(lane == from_lane(rank, j), from_lane(part, j), 0)
-    return load
+    return pick(shared != 0, level - load + pick(position < rows - level * width, 1, 0), 0)
 
 
 @cute.jit
 def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: Int32) -> Int32:
-    """`flow.pour`: what has no replica at home, expert by expert; returns the loads."""
+    """`flow.pour`: what has no replica at home, of experts with several, round by round; returns the loads."""
     w = words_of(k)
-    last = Int32(k.experts - 1)
-    for first in range(0, k.experts, WARP):
-        expert = min(first + lane, last)
-        rest, count = pick(first + lane < k.experts, m[w.rest + expert], 0), m[w.count + expert]
-        rank_a, rank_b = m[w.rank + expert * k.replicas], m[w.rank + expert * k.replicas + 1]
-        # one replica is two on the same rank
-        where = count << 10 | pick(count > 1, rank_b, rank_a) << 5 | rank_a
-        to_a, ranks = Int32(0), Int32(0)
-        votes = vote(rest > 0)
-        turn = lowest_bit(votes)
-        amount, packed = from_lane(rest, turn), from_lane(where, turn)
-        go = votes != 0
-        votes = votes & (votes - 1)
-        following = lowest_bit(votes)
-        if cutlass.const_expr(k.replicas > 2):
-            ranks = m[w.rank + min(first + turn, last) * k.replicas + min(lane, Int32(k.replicas - 1))]
-        while go:
-            # what the next expert needs is asked for now: from one to the next only the loads are waited for
-            load_a, load_b = from_lane(load, packed & 31), from_lane(load, packed >> 5 & 31)
-            next_amount, next_packed = from_lane(rest, following), from_lane(where, following)
-            now_ranks = ranks
-            if cutlass.const_expr(k.replicas > 2):
-                ranks = m[w.rank + min(first + following, last) * k.replicas + min(lane, Int32(k.replicas - 1))]
-            if packed >> 10 <= 2:
-                # `flow.fill_evenly`; halved on a non-negative number: // floors there as in Python
-                lift = load_b - load_a + amount + pick(load_a <= load_b, 1, 0)
-                part = min(max(lift, Int32(0)) // 2, amount)
-                load += pick(lane == (packed & 31), part, 0)
-                load += pick(lane == (packed >> 5 & 31), amount - part, 0)
-                to_a = pick(lane == turn, part, to_a)
-            elif cutlass.const_expr(k.replicas > 2):
-                load = pour_many(k, m, load, first + turn, now_ranks, packed >> 10, amount, lane)
-            turn, amount, packed = following, next_amount, next_packed
-            go = votes != 0
-            votes = votes & (votes - 1)
-            following = lowest_bit(votes)
-        put_where(m, (rest > 0) & (count <= 2), w.rows + expert * k.replicas, pick(count == 1, rest, to_a))
-        put_where(m, (rest > 0) & (count == 2), w.rows + expert * k.replicas + 1, rest - to_a)
+    last_turn = Int32(most_rounds(k.experts, k.replicas, k.slots) * k.ranks - 1)
+    rounds = m[w.rounds]
+    ranks = cute.make_rmem_tensor(k.replicas, Int32)
+    others = cute.make_rmem_tensor(k.replicas, Int32)
+    # what the next rounds need is asked for before: from one to the next only the loads are waited for
+    coming = pick(lane < k.ranks, m[w.turn + min(lane, last_turn)], -1)
+    after = pick(lane < k.ranks, m[w.turn + min(lane + k.ranks, last_turn)], -1)
+    begin = max(coming, Int32(0)) // k.replicas * k.replicas
+    amount = m[w.rest + begin // k.replicas]
+    for j in cutlass.range_constexpr(k.replicas):
+        ranks[j] = m[w.rank + begin + j]
+    for r in range(rounds):
+        v, mine, replica = coming, coming >= 0, coming - begin
+        rest = pick(mine, amount, 0)
+        for j in cutlass.range_constexpr(k.replicas):
+            others[j] = ranks[j]
+        coming = after
+        begin = max(coming, Int32(0)) // k.replicas * k.replicas
+        amount = m[w.rest + begin // k.replicas]
+        for j in cutlass.range_constexpr(k.replicas):
+            ranks[j] = m[w.rank + begin + j]
+        after = pick(lane < k.ranks, m[w.turn + min((r + 2) * k.ranks + lane, last_turn)], -1)
+        if cutlass.const_expr(k.replicas == 2):
+            first = replica == 0
+            part = halve(load, from_lane(load, max(pick(first, others[1], others[0]), Int32(0))), rest, first)
+        else:
+            part = fill(k, load, others, rest, replica, mine)
+        load += part
+        put_where(m, mine, w.rows + max(v, Int32(0)), part)
     sync()
     return load
 
@@ -249,30 +250,36 @@ def search(
     own = Int32(1) << lane
     sources = vote(load > target)
     seen, tail = sources, count_bits(sources)
-    room = vote(load < target)
+    source = (sources & own) != 0
     # of lane p: its place in the queue, the ranks on the way to it; of the last step there: the replicas that give and
     # take, the ranks of their expert, and what there is to give (with two replicas nobody else changes it)
     place, path = count_bits(sources & (own - 1)), own
-    giver, taker, through, left = Int32(0), Int32(-2), Int32(0), Int32(0)
-    last = Int32(-1)
+    giver, taker, through, left = Int32(0), Int32(0), Int32(0), Int32(0)
+    # the ranks whose last step is used up, and with it every path through them
+    spent, last = Int32(0), Int32(-1)
     moved = Boolean(False)
     go = Boolean(True)
     while go:
-        # the next in the queue from whom a new rank can be reached
-        waits = ((seen & own) != 0) & (place > last) & ((ways & ~seen) != 0)
+        # the next in the queue that a path leads to, and from whom a new rank can be reached
+        waits = ((seen & own) != 0) & (place > last) & ((ways & ~seen) != 0) & ((path & spent) == 0)
         key = least(pick(waits, place << 5 | lane, NONE))
         go = key != NONE
         if go:
             last, u = key >> 5, key & 31
-            path_u, taker_u = from_lane(path, u), from_lane(taker, u)
-            reaches = Int32(0)
+            path_u = from_lane(path, u)
+            on = (path_u & own) != 0
+            if cutlass.const_expr(k.replicas > 2):
+                left = m[w.rows + giver]
+            carried = least(pick(on, pick(source, load - target, left), NONE))
+            rest, reaches = carried, Int32(0)
             for first in range(0, k.slots, WARP):
                 slot = first + lane
                 held = pick(slot < k.slots, m[w.held + u * k.slots + min(slot, Int32(k.slots - 1))], -1)
                 at = max(held, Int32(0))
-                rows, mask = pick(held >= 0, m[w.rows + at], 0), m[w.mask + at // k.replicas]
+                had, mask = pick(held >= 0, m[w.rows + at], 0), m[w.mask + at // k.replicas]
+                rows = had
                 reaches = reaches | union_of(pick(rows != 0, mask, 0))
-                votes = vote((rows != 0) & ((mask & ~seen) != 0))
+                votes = pick(rest > 0, vote((rows != 0) & ((mask & ~seen) != 0)), 0)
                 turn, out, ranks_of, have, rank = first_of(k, m, votes, held, mask, rows, lane)
                 while votes != 0:
                     # the slot that is probably next
@@ -280,51 +287,54 @@ def search(
                     following = first_of(k, m, votes, held, mask, rows, lane)
                     begin = out // k.replicas * k.replicas
                     # replicas on ranks that weren't reached, in their order; of two the other one
-                    others, again = Int32(1), Boolean(False)
+                    others = Int32(1)
                     if cutlass.const_expr(k.replicas > 2):
                         others = vote((lane < k.replicas) & (rank >= 0) & ((seen >> max(rank, Int32(0)) & 1) == 0))
                     while others != 0:
-                        bit, into = ranks_of & ~seen, begin * 2 + 1 - out
+                        v, into = lowest_bit(ranks_of & ~seen), begin * 2 + 1 - out
                         if cutlass.const_expr(k.replicas > 2):
                             j = lowest_bit(others)
-                            bit, into = Int32(1) << from_lane(rank, j), begin + j
+                            v, into = from_lane(rank, j), begin + j
                         others = others & (others - 1)
-                        here = own == bit
-                        giver, taker = pick(here, out, giver), pick(here, into, taker)
-                        path, through = pick(here, path_u | bit, path), pick(here, ranks_of, through)
-                        left = pick(here, have, left)
-                        if (room & bit) != 0:
-                            # `flow._push`
-                            on = ((path_u | bit) & own) != 0
-                            source = on & ((sources & own) != 0)
-                            step = on & ((sources & own) == 0)
-                            if cutlass.const_expr(k.replicas > 2):
-                                left = m[w.rows + giver]
-                            carries = pick(here, min(left, target - load), pick(source, load - target, left))
-                            amount = least(pick(on, carries, NONE))
-                            if amount > 0:
-                                moved = Boolean(True)
-                                load += pick(here, amount, 0) - pick(source, amount, 0)
-                                add_where(m, step, w.rows + giver, -amount)
-                                add_where(m, step, w.rows + taker, amount)
-                                left -= pick(step, amount, 0)
-                                ways = pick(step, ways | through, ways)
-                                # these may be the rows of a slot that had none; with two replicas that slot's other
-                                # rank was reached before
-                                if cutlass.const_expr(k.replicas > 2):
-                                    rows += pick(held == taker_u, amount, 0) - pick(lane == turn, amount, 0)
-                                    again = taker_u >= 0
-                                sync()
-                                room = vote(load < target)
-                        if (room & bit) == 0:
-                            seen = seen | bit
-                            place = pick(here, tail, place)
+                        here = lane == v
+                        space = target - from_lane(load, v)
+                        amount = max(min(min(rest, have), space), Int32(0))
+                        load += pick(here, amount, 0)
+                        rest, have = rest - amount, have - amount
+                        rows -= pick(lane == turn, amount, 0)
+                        ways = pick(here & (amount > 0), ways | ranks_of, ways)
+                        add_where(m, (lane == turn) & (amount > 0), w.rows + into, amount)
+                        if space <= amount:
+                            # no room (left): others may be reached through it
+                            seen = seen | (Int32(1) << v)
+                            place, path = pick(here, tail, place), pick(here, path_u | own, path)
+                            giver, taker = pick(here, out, giver), pick(here, into, taker)
+                            through, left = pick(here, ranks_of, through), pick(here, have, left)
                             tail += 1
-                    if again | ((following[2] & ~seen) == 0):
+                        if (rest == 0) | (have == 0):
+                            others = Int32(0)
+                    votes = pick(rest > 0, votes, 0)
+                    if (votes != 0) & ((following[2] & ~seen) == 0):
                         votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
                         following = first_of(k, m, votes, held, mask, rows, lane)
                     turn, out, ranks_of, have, rank = following
+                put_where(m, rows != had, w.rows + at, rows)
             ways = pick(lane == u, reaches | through, ways)
+            amount = carried - rest
+            if amount > 0:
+                # `flow._carry`
+                moved = Boolean(True)
+                sync()
+                step = on & ~source
+                load -= pick(on & source, amount, 0)
+                add_where(m, step, w.rows + giver, -amount)
+                add_where(m, step, w.rows + taker, amount)
+                left -= pick(step, amount, 0)
+                ways = pick(step, ways | through, ways)
+                sync()
+                if cutlass.const_expr(k.replicas > 2):
+                    left = m[w.rows + giver]
+                spent = vote(((seen & own) != 0) & (pick(source, load - target, left) == 0))
     return moved, seen, load, ways
 
 
@@ -333,8 +343,17 @@ def search(
 
 @cute.jit
 def begin_expert(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, expert: Int32, total: Int32):
-    """One thread, once start[e] holds its rows that begin on their own rank: what is left of an expert's `total`."""
+    """One thread, once start[e] holds its rows that begin on their own rank: what is left of an expert's `total`.
+
+    Until `route_expert`, before[e] holds the load that no division of this expert's rows can avoid.
+    """
     w = words_of(k)
+    count = m[w.count + expert]
+    even = (total + count - 1) // count if cutlass.const_expr(k.replicas > 8) else total
+    for n in cutlass.range_constexpr(2, k.replicas + 1 if k.replicas <= 8 else 2):
+        # division by a constant is a product
+        even = pick(count == n, (total + (n - 1)) // n, even)
+    m[w.before + expert * k.replicas] = even
     for j in cutlass.range_constexpr(k.replicas):
         total -= m[w.start + expert * k.replicas + j]
         m[w.rows + expert * k.replicas + j] = 0
@@ -356,33 +375,41 @@ def begin_tables(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, expert: Int3
 
 
 @cute.jit
-def begin_loads(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, lane: Int32) -> tuple[Int32, Int32]:
-    """Rows that begin on rank p's own replicas, in lane p, and all rows that are to be poured."""
+def begin_loads(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, lane: Int32) -> tuple[Int32, Int32, Int32]:
+    """Rows that have to stay on rank p or begin there, in lane p; all rows that are to be poured; the load that one
+    expert alone makes unavoidable."""
     w = words_of(k)
     parts = cute.make_rmem_tensor(k.ranks, Int32)
     for p in cutlass.range_constexpr(k.ranks):
         parts[p] = Int32(0)
-    pairs = k.experts * k.replicas
-    for first in range(0, pairs, WARP):
-        v = min(first + lane, Int32(pairs - 1))
-        rank = pick(first + lane < pairs, m[w.rank + v], -1)
-        rows = m[w.start + v]
-        for p in cutlass.range_constexpr(k.ranks):
-            parts[p] = parts[p] + pick(rank == p, rows, 0)
-    load, rest = Int32(0), Int32(0)
+    load, poured, bound = Int32(0), Int32(0), Int32(0)
+    for first in range(0, k.experts, WARP):
+        inside = first + lane < k.experts
+        expert = min(first + lane, Int32(k.experts - 1))
+        rest, several = m[w.rest + expert], m[w.count + expert] > 1
+        poured += pick(inside & several, rest, 0)
+        bound = max(bound, m[w.before + expert * k.replicas])
+        # an expert with one replica has no choice
+        rest = pick(several, 0, rest)
+        put_where(m, inside & (rest > 0), w.rows + expert * k.replicas, rest)
+        for j in cutlass.range_constexpr(k.replicas):
+            v = expert * k.replicas + j
+            rank = pick(inside, m[w.rank + v], -1)
+            rows = m[w.start + v] + rest if cutlass.const_expr(j == 0) else m[w.start + v]
+            for p in cutlass.range_constexpr(k.ranks):
+                parts[p] = parts[p] + pick(rank == p, rows, 0)
     for p in cutlass.range_constexpr(k.ranks):
         load = pick(lane == p, total_of(parts[p]), load)
-    for first in range(0, k.experts, WARP):
-        rest += pick(first + lane < k.experts, m[w.rest + min(first + lane, Int32(k.experts - 1))], 0)
-    return load, total_of(rest)
+    return load, total_of(poured), most(bound)
 
 
 @cute.jit
 def solve(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, lane: Int32) -> Int32:
     """A whole warp: `flow.solve` with locality: rows[v] from start, rest and the tables; returns the largest load."""
     w = words_of(k)
-    load, poured = begin_loads(k, m, lane)
-    target = Int32(ceil_div(total_of(load) + poured, k.ranks))
+    load, poured, bound = begin_loads(k, m, lane)
+    sync()
+    target = max(Int32(ceil_div(total_of(load) + poured, k.ranks)), bound)
     ways = Int32(-1)
     # first only what was poured moves; what replicas began with gives way where that isn't enough
     if poured > 0:

@@ -22,7 +22,7 @@ Letters: E experts, P ranks, D replicas of an expert (at most).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +79,19 @@ def fill_evenly(amount: int, ranks: Sequence[int], load: list[int]) -> list[int]
 
 
 def pour(rest_E: Sequence[int], placement: Placement, load: list[int]) -> list[list[int]]:
-    """A first division: each expert's rows over its replicas, evening out the ranks; `load` is updated in place."""
-    return [
-        fill_evenly(rest, ranks, load) if rest else [0] * len(ranks)
-        for rest, ranks in zip(rest_E, placement.ranks_of_expert, strict=True)
-    ]
+    """A first division: each expert's rows over its replicas, evening out the ranks; `load` is updated in place.
+
+    Experts with one replica come first: they have no choice. The others follow in rounds that share no rank
+    (`Placement.rounds`): whoever has a thread for each rank pours a round at once.
+    """
+    ranks_of = placement.ranks_of_expert
+    rows = [[0] * len(ranks) for ranks in ranks_of]
+    alone = [expert for expert, ranks in enumerate(ranks_of) if len(ranks) == 1]
+    for experts in (alone, *placement.rounds):
+        for expert in experts:
+            if rest_E[expert]:
+                rows[expert] = fill_evenly(rest_E[expert], ranks_of[expert], load)
+    return rows
 
 
 def level(rows: list[list[int]], load: list[int], placement: Placement, target: int) -> tuple[int, list[int] | None]:
@@ -108,8 +116,15 @@ def level(rows: list[list[int]], load: list[int], placement: Placement, target: 
     return target, certificate
 
 
+Step = tuple[int, int, int, int]
+"""How a search came to a rank: from which rank, by which expert, its replica there and its replica here."""
+
+
 def search(rows: list[list[int]], load: list[int], placement: Placement, target: int) -> tuple[int, list[int]]:
     """One breadth-first search from all ranks above the target, pushing rows to every rank below it that it finds.
+
+    A rank has one path in a search, and once that is used up, so are the rank and all that it would lead to: whatever
+    is still above the target then is the next search's.
 
     Args:
         rows: what may be moved, rows[e][j]; changed in place, like `load`.
@@ -120,46 +135,46 @@ def search(rows: list[list[int]], load: list[int], placement: Placement, target:
     ranks_of, held = placement.ranks_of_expert, placement.replicas_of_rank
     seen = [amount > target for amount in load]
     reached = [rank for rank, above in enumerate(seen) if above]
-    # How the search came to rank v: (rank before v, expert, its replica there, its replica here).
-    came: list[tuple[int, int, int, int] | None] = [None] * len(load)
+    came: list[Step | None] = [None] * len(load)
     moved = 0
     for u in reached:
+        carried = left = _carries(u, came, rows, load, target)
         for expert, j in held[u]:
-            if not rows[expert][j]:
-                continue
             for i, v in enumerate(ranks_of[expert]):
-                if not seen[v]:
+                if not left or not rows[expert][j]:
+                    break
+                if seen[v]:
+                    continue
+                amount = max(min(left, rows[expert][j], target - load[v]), 0)
+                rows[expert][j] -= amount
+                rows[expert][i] += amount
+                load[v] += amount
+                left -= amount
+                if load[v] >= target:  # no room (left): others may be reached through it
+                    seen[v] = True
                     came[v] = (u, expert, j, i)
-                    if load[v] < target:
-                        moved += _push(v, came, rows, load, target)
-                    if load[v] >= target:  # no room (left): others may be reached through it
-                        seen[v] = True
-                        reached.append(v)
+                    reached.append(v)
+        _carry(u, carried - left, came, rows, load)
+        moved += carried - left
     return moved, reached
 
 
-def _push(
-    sink: int, came: list[tuple[int, int, int, int] | None], rows: list[list[int]], load: list[int], target: int
-) -> int:
-    """Move what the path to `sink` can carry; returns the rows moved.
-
-    The first path of a search carries at least one row. Later ones share arcs and sources with it and may find them
-    used up: then nothing moves, and the next search looks again.
-    """
-    amount, v = target - load[sink], sink
+def _carries(v: int, came: list[Step | None], rows: list[list[int]], load: list[int], target: int) -> int:
+    """Rows that the path to rank v can bring: as many as its narrowest part, of what its first rank has to give."""
+    narrowest = None
     while (step := came[v]) is not None:
         v, expert, j, _ = step
-        amount = min(amount, rows[expert][j])
-    amount = min(amount, load[v] - target)
-    if amount:
-        load[v] -= amount
-        load[sink] += amount
-        v = sink
-        while (step := came[v]) is not None:
-            v, expert, j, i = step
-            rows[expert][j] -= amount
-            rows[expert][i] += amount
-    return amount
+        narrowest = rows[expert][j] if narrowest is None else min(narrowest, rows[expert][j])
+    return load[v] - target if narrowest is None else min(narrowest, load[v] - target)
+
+
+def _carry(v: int, amount: int, came: list[Step | None], rows: list[list[int]], load: list[int]) -> None:
+    """Bring rows along the path to rank v, instead of those that v has given away."""
+    while (step := came[v]) is not None:
+        v, expert, j, i = step
+        rows[expert][j] -= amount
+        rows[expert][i] += amount
+    load[v] -= amount
 
 
 def solve(
@@ -178,6 +193,14 @@ def solve(
     """
     load = [0] * placement.num_ranks
     target = max(target, ceil_div(int(load_E.sum()), placement.num_ranks))
+    # The ranks of one expert are a certificate as well: at least its own rows are trapped there.
+    bounds = [
+        ceil_div(amount, len(ranks)) for amount, ranks in zip(load_E.tolist(), placement.ranks_of_expert, strict=True)
+    ]
+    proof: Collection[int] = range(placement.num_ranks)
+    if max(bounds) > target:
+        target = max(bounds)
+        proof = placement.ranks_of_expert[bounds.index(target)]
     start: list[list[int]] = [] if start_ED is None else start_ED.tolist()
     rest_E = load_E if start_ED is None else load_E - start_ED.sum(axis=1)
     for ranks, parts in zip(placement.ranks_of_expert, start, strict=False):
@@ -190,7 +213,7 @@ def solve(
             pass
         rows = [[a + b for a, b in zip(have, parts, strict=False)] for have, parts in zip(rows, start, strict=True)]
     max_load, trapped = level(rows, load, placement, target)
-    certificate = frozenset(range(placement.num_ranks) if trapped is None else trapped)
+    certificate = frozenset(proof if trapped is None else trapped)
     rows_ED = np.zeros_like(placement.rank_ED)
     for expert, parts in enumerate(rows):
         rows_ED[expert, : len(parts)] = parts

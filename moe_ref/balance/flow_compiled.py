@@ -30,10 +30,14 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 class _Tables(NamedTuple):
-    """A placement as flat arrays: replicas of rank r are entries start_P1[r] to start_P1[r + 1] of the last two."""
+    """A placement as flat arrays: replicas of rank r are entries start_P1[r] to start_P1[r + 1] of the last two.
+
+    order_E: experts with one replica, then the others round by round.
+    """
 
     rank_ED: np.ndarray
     count_E: np.ndarray
+    order_E: np.ndarray
     start_P1: np.ndarray
     expert_held: np.ndarray
     replica_held: np.ndarray
@@ -46,7 +50,10 @@ def tables(placement: Placement) -> _Tables:
         held = placement.replicas_of_rank
         start = np.concatenate(([0], np.cumsum([len(replicas) for replicas in held]))).astype(np.int64)
         flat = np.array([pair for replicas in held for pair in replicas], dtype=np.int64).reshape(-1, 2)
-        kept = _Tables(placement.rank_ED, placement.replica_counts, start, flat[:, 0].copy(), flat[:, 1].copy())
+        alone = np.flatnonzero(placement.replica_counts == 1).tolist()
+        order = np.array([*alone, *(expert for experts in placement.rounds for expert in experts)], dtype=np.int64)
+        counts = placement.replica_counts
+        kept = _Tables(placement.rank_ED, counts, order, start, flat[:, 0].copy(), flat[:, 1].copy())
         placement.__dict__["_flow_tables"] = kept
     return kept
 
@@ -90,23 +97,23 @@ def _fill_evenly(amount, expert, rank_ED, count, rows_ED, load_P, order):
 
 
 @_compiled
-def _push(sink, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
-    """`flow._push`: whether the path to `sink` could carry anything."""
-    amount, v = target - load_P[sink], sink
+def _carries(v, from_rank, by_expert, out_of, rows_ED, load_P, target):
+    """`flow._carries`: rows that the path to rank v can bring."""
+    narrowest = np.int64(np.iinfo(np.int64).max)
     while from_rank[v] >= 0:
-        amount = min(amount, rows_ED[by_expert[v], out_of[v]])
+        narrowest = min(narrowest, rows_ED[by_expert[v], out_of[v]])
         v = from_rank[v]
-    amount = min(amount, load_P[v] - target)
-    if amount == 0:
-        return False
-    load_P[v] -= amount
-    load_P[sink] += amount
-    v = sink
+    return min(narrowest, load_P[v] - target)
+
+
+@_compiled
+def _carry(v, amount, from_rank, by_expert, out_of, into, rows_ED, load_P):
+    """`flow._carry`: bring rows along the path to rank v."""
     while from_rank[v] >= 0:
         rows_ED[by_expert[v], out_of[v]] -= amount
         rows_ED[by_expert[v], into[v]] += amount
         v = from_rank[v]
-    return True
+    load_P[v] -= amount
 
 
 @_compiled
@@ -126,26 +133,36 @@ def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, re
     while head < tail:
         u = queue[head]
         head += 1
+        carried = _carries(u, from_rank, by_expert, out_of, rows_ED, load_P, target)
+        left = carried
         for held in range(start_P1[u], start_P1[u + 1]):
+            if left == 0:
+                break
             expert, j = expert_held[held], replica_held[held]
-            if rows_ED[expert, j] == 0:
-                continue
             for i in range(count_E[expert]):
+                if left == 0 or rows_ED[expert, j] == 0:
+                    break
                 v = rank_ED[expert, i]
                 if seen[v]:
                     continue
-                from_rank[v], by_expert[v], out_of[v], into[v] = u, expert, j, i
-                if load_P[v] < target and _push(v, from_rank, by_expert, out_of, into, rows_ED, load_P, target):
-                    moved = True
+                amount = max(min(left, rows_ED[expert, j], target - load_P[v]), 0)
+                rows_ED[expert, j] -= amount
+                rows_ED[expert, i] += amount
+                load_P[v] += amount
+                left -= amount
                 if load_P[v] >= target:
                     seen[v] = True
+                    from_rank[v], by_expert[v], out_of[v], into[v] = u, expert, j, i
                     queue[tail] = v
                     tail += 1
+        if left < carried:
+            _carry(u, carried - left, from_rank, by_expert, out_of, into, rows_ED, load_P)
+            moved = True
     return moved
 
 
 @_compiled
-def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held, replica_held):
+def _solve(load_E, start_ED, use_start, rank_ED, count_E, order_E, start_P1, expert_held, replica_held):
     """`flow.solve`: rows of every replica, the maximum load and the mask of the certificate."""
     experts, ranks = rank_ED.shape[0], start_P1.shape[0] - 1
     rows_ED = np.zeros(rank_ED.shape, np.int64)
@@ -160,7 +177,7 @@ def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held,
         if use_start:
             for j in range(count_E[expert]):
                 load_P[rank_ED[expert, j]] += start_ED[expert, j]
-    for expert in range(experts):
+    for expert in order_E:
         rest = load_E[expert]
         if use_start:
             for j in range(count_E[expert]):
@@ -168,6 +185,13 @@ def _solve(load_E, start_ED, use_start, rank_ED, count_E, start_P1, expert_held,
         if rest > 0:
             _fill_evenly(rest, expert, rank_ED, count_E[expert], rows_ED, load_P, order)
     target = (total + ranks - 1) // ranks
+    for expert in range(experts):
+        bound = (load_E[expert] + count_E[expert] - 1) // count_E[expert]
+        if bound > target:
+            target = bound
+            trapped_P[:] = False
+            for j in range(count_E[expert]):
+                trapped_P[rank_ED[expert, j]] = True
     if use_start:
         while load_P.max() > target and _search(
             rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P
@@ -224,7 +248,7 @@ def _route(counts_PE, rows_ED, local_ED, rank_ED, count_E):
 
 
 @_compiled
-def _plan(counts_PE, rank_ED, count_E, start_P1, expert_held, replica_held):
+def _plan(counts_PE, rank_ED, count_E, order_E, start_P1, expert_held, replica_held):
     """Sum over the ranks, divide, route: everything between the gathered counts and the quotas."""
     ranks, experts = counts_PE.shape
     load_E = np.zeros(experts, np.int64)
@@ -235,7 +259,9 @@ def _plan(counts_PE, rank_ED, count_E, start_P1, expert_held, replica_held):
     for expert in range(experts):
         for j in range(count_E[expert]):
             local_ED[expert, j] = counts_PE[rank_ED[expert, j], expert]
-    rows_ED, _, trapped_P = _solve(load_E, local_ED, True, rank_ED, count_E, start_P1, expert_held, replica_held)
+    rows_ED, _, trapped_P = _solve(
+        load_E, local_ED, True, rank_ED, count_E, order_E, start_P1, expert_held, replica_held
+    )
     return _route(counts_PE, rows_ED, local_ED, rank_ED, count_E), trapped_P
 
 

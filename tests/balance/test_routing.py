@@ -74,7 +74,7 @@ def test_seeding_with_locality_keeps_a_quarter_of_the_copies_at_home() -> None:
         local = sum(quota[r, e, j] for e, ranks in enumerate(placement.ranks_of_expert) for j, r in enumerate(ranks))
         afterwards.append(local / counts.sum())
     assert np.mean(seeded) >= 0.24
-    assert np.mean(afterwards) < np.mean(seeded) - 0.02
+    assert np.mean(afterwards) < np.mean(seeded) - 0.015
 
 
 @pytest.mark.parametrize("sender", [0, 3])

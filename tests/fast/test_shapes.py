@@ -106,10 +106,13 @@ def test_a_placement_that_cannot_run_is_refused():
 
 
 def test_placement_tables():
-    """Ranks of every replica, then what every slot holds; missing replicas and empty slots are -1."""
+    """Ranks of every replica, what every slot holds, what each rank pours in each round, and the number of rounds;
+    missing replicas, empty slots and ranks that pour nothing are -1."""
     placement = Placement.from_replicas([[1], [0, 1], [2, 1]], 3)
     tables = regions.placement_tables(placement, 2, 3).tolist()
-    assert tables == [1, -1, 0, 1, 2, 1, 2, -1, -1, 0, 3, 5, 4, -1, -1]
+    assert tables[:15] == [1, -1, 0, 1, 2, 1, 2, -1, -1, 0, 3, 5, 4, -1, -1]
+    assert placement.rounds == ((1,), (2,))
+    assert tables[15:] == [2, 3, -1, -1, 5, 4, -1, -1, -1, 2]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ class WarpSolver:
         tables = regions.placement_tables(placement, replicas, slots)
         pairs = k.experts * replicas
         self.memory.words[w.rank : w.rank + pairs] = tables[:pairs]
-        self.memory.words[w.held : w.held + k.ranks * slots] = tables[pairs:]
+        self.memory.words[w.held : w.held + k.ranks * slots] = tables[pairs : pairs + k.ranks * slots]
+        self.memory.words[w.turn : w.rounds + 1] = tables[pairs + k.ranks * slots :]
 
     def solve(self, counts_PE: np.ndarray) -> tuple[np.ndarray, int]:
         """(rows of every replica, int64 [E, D], rows of the busiest rank)."""

@@ -59,12 +59,15 @@ class DeviceSolver:
         m = cute.make_tensor(memory, cute.make_layout(w.total))
         at = counts_at + Int64(case) * (4 * k.ranks * k.experts)
         counts = cute.make_tensor(gmem(at), cute.make_layout(k.ranks * k.experts))
-        for i in range(thread, pairs + k.ranks * k.slots, CONSUMERS):
+        slots = k.ranks * k.slots
+        for i in range(thread, pairs + slots + w.rounds + 1 - w.turn, CONSUMERS):
             value = read(tables, i)
             if i < pairs:
                 m[w.rank + i] = value
-            else:
+            elif i < pairs + slots:
                 m[w.held + i - pairs] = value
+            else:
+                m[w.turn + i - pairs - slots] = value
         sync_consumers()
         if thread < k.experts:
             solver.begin_tables(k, m, thread)
