@@ -149,10 +149,9 @@ def lowest_bit(mask):
 @cute.jit
 def halve(load: Int32, other: Int32, amount: Int32, first: Boolean) -> Int32:
     """`flow.fill_evenly` over two ranks: the part of the lane's own; first: whether that is the earlier replica."""
-    a, b = pick(first, load, other), pick(first, other, load)
+    gap = other - load
     # halved on a non-negative number: // floors there as in Python
-    part = min(max(b - a + amount + pick(a <= b, 1, 0), Int32(0)) // 2, amount)
-    return pick(first, part, amount - part)
+    return min(max(gap + amount + pick(gap >= pick(first, 0, 1), 1, 0), Int32(0)) // 2, amount)
 
 
 @cute.jit
@@ -226,16 +225,18 @@ def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: I
 
 @cute.jit
 def first_of(
-    k: cutlass.Constexpr[KernelShape], m: cute.Tensor, votes: Int32, held: Int32, mask: Int32, rows: Int32, lane: Int32
+    k: cutlass.Constexpr[KernelShape], m: cute.Tensor, votes: Int32, slot: Int32, mask: Int32, rows: Int32, lane: Int32
 ) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-    """Of the lowest lane that is set: which it is, the replica there, the ranks of its expert as bits, its rows; the
-    rank of replica j of that expert in lane j."""
-    turn = lowest_bit(votes)
-    out = from_lane(held, turn)
-    rank = Int32(0)
+    """Of the lowest lane that is set: which it is, what is in its slot, its rows; with more than two replicas also the
+    ranks of its expert as bits, and in lane j the rank of replica j."""
+    w, turn = words_of(k), lowest_bit(votes)
+    out = from_lane(slot, turn)
+    ranks_of, rank = Int32(0), Int32(0)
     if cutlass.const_expr(k.replicas > 2):
-        rank = m[words_of(k).rank + max(out, Int32(0)) // k.replicas * k.replicas + min(lane, Int32(k.replicas - 1))]
-    return turn, out, from_lane(mask, turn), from_lane(rows, turn), rank
+        ranks_of = from_lane(mask, turn)
+        replica = max(out, Int32(0)) // k.replicas * k.replicas + min(lane, Int32(k.replicas - 1))
+        rank = m[w.rank + replica]
+    return turn, out, from_lane(rows, turn), ranks_of, rank
 
 
 @cute.jit
@@ -273,25 +274,33 @@ def search(
             carried = least(pick(on, pick(source, load - target, left), NONE))
             rest, reaches = carried, Int32(0)
             for first in range(0, k.slots, WARP):
-                slot = first + lane
-                held = pick(slot < k.slots, m[w.held + u * k.slots + min(slot, Int32(k.slots - 1))], -1)
+                index = first + lane
+                held = pick(index < k.slots, m[w.held + u * k.slots + min(index, Int32(k.slots - 1))], -1)
                 at = max(held, Int32(0))
                 had, mask = pick(held >= 0, m[w.rows + at], 0), m[w.mask + at // k.replicas]
-                rows = had
+                rows, slot, other, there = had, held, Int32(0), Int32(0)
+                if cutlass.const_expr(k.replicas == 2):
+                    # the other replica, its rows, and with `held` its rank
+                    other = at // 2 * 4 + 1 - at
+                    there = m[w.rows + other]
+                    slot = at << 5 | max(m[w.rank + other], Int32(0))
                 reaches = reaches | union_of(pick(rows != 0, mask, 0))
                 votes = pick(rest > 0, vote((rows != 0) & ((mask & ~seen) != 0)), 0)
-                turn, out, ranks_of, have, rank = first_of(k, m, votes, held, mask, rows, lane)
+                turn, out, have, ranks_of, rank = first_of(k, m, votes, slot, mask, rows, lane)
                 while votes != 0:
                     # the slot that is probably next
                     votes = votes & (votes - 1)
-                    following = first_of(k, m, votes, held, mask, rows, lane)
-                    begin = out // k.replicas * k.replicas
+                    following = first_of(k, m, votes, slot, mask, rows, lane)
                     # replicas on ranks that weren't reached, in their order; of two the other one
-                    others = Int32(1)
+                    others, v, into, j = Int32(1), out & 31, Int32(0), Int32(0)
+                    begin, before, replicas = out // k.replicas * k.replicas, rest, Int32(0)
                     if cutlass.const_expr(k.replicas > 2):
+                        replicas = m[w.rows + begin + min(lane, Int32(k.replicas - 1))]
                         others = vote((lane < k.replicas) & (rank >= 0) & ((seen >> max(rank, Int32(0)) & 1) == 0))
+                    else:
+                        out = out >> 5
+                        into, ranks_of = out // 2 * 4 + 1 - out, Int32(1) << v | Int32(1) << u
                     while others != 0:
-                        v, into = lowest_bit(ranks_of & ~seen), begin * 2 + 1 - out
                         if cutlass.const_expr(k.replicas > 2):
                             j = lowest_bit(others)
                             v, into = from_lane(rank, j), begin + j
@@ -302,8 +311,9 @@ def search(
                         load += pick(here, amount, 0)
                         rest, have = rest - amount, have - amount
                         rows -= pick(lane == turn, amount, 0)
+                        if cutlass.const_expr(k.replicas > 2):
+                            replicas += pick(lane == j, amount, 0)
                         ways = pick(here & (amount > 0), ways | ranks_of, ways)
-                        add_where(m, (lane == turn) & (amount > 0), w.rows + into, amount)
                         if space <= amount:
                             # no room (left): others may be reached through it
                             seen = seen | (Int32(1) << v)
@@ -313,12 +323,20 @@ def search(
                             tail += 1
                         if (rest == 0) | (have == 0):
                             others = Int32(0)
+                    if cutlass.const_expr(k.replicas > 2):
+                        took = (rest < before) & (lane < k.replicas) & (begin + lane != out)
+                        put_where(m, took, w.rows + begin + lane, replicas)
                     votes = pick(rest > 0, votes, 0)
-                    if (votes != 0) & ((following[2] & ~seen) == 0):
+                    next_ranks = following[3]
+                    if cutlass.const_expr(k.replicas == 2):
+                        next_ranks = Int32(1) << (following[1] & 31)
+                    if (votes != 0) & ((next_ranks & ~seen) == 0):
                         votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
-                        following = first_of(k, m, votes, held, mask, rows, lane)
-                    turn, out, ranks_of, have, rank = following
+                        following = first_of(k, m, votes, slot, mask, rows, lane)
+                    turn, out, have, ranks_of, rank = following
                 put_where(m, rows != had, w.rows + at, rows)
+                if cutlass.const_expr(k.replicas == 2):
+                    put_where(m, rows != had, w.rows + other, there + had - rows)
             ways = pick(lane == u, reaches | through, ways)
             amount = carried - rest
             if amount > 0:

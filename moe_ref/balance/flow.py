@@ -194,9 +194,8 @@ def solve(
     load = [0] * placement.num_ranks
     target = max(target, ceil_div(int(load_E.sum()), placement.num_ranks))
     # The ranks of one expert are a certificate as well: at least its own rows are trapped there.
-    bounds = [
-        ceil_div(amount, len(ranks)) for amount, ranks in zip(load_E.tolist(), placement.ranks_of_expert, strict=True)
-    ]
+    replicas = placement.replica_counts.tolist()
+    bounds = [ceil_div(amount, count) for amount, count in zip(load_E.tolist(), replicas, strict=True)]
     proof: Collection[int] = range(placement.num_ranks)
     if max(bounds) > target:
         target = max(bounds)
