@@ -47,9 +47,9 @@ def most_rounds(experts: int, replicas: int, slots: int) -> int:
 
 
 def solver_words(experts: int, replicas: int, ranks: int, slots: int) -> int:
-    """4 E D + 3 E + 3 P X + R P + 3: what the solver holds in shared memory, in 4-byte words; R rounds."""
-    rounds = most_rounds(experts, replicas, slots)
-    return 4 * experts * replicas + 3 * experts + (3 * slots + rounds) * ranks + 3
+    """4 E D + 3 E + P X + max(2 P X + 2, R P + 1): what the solver holds in shared memory, in 4-byte words; R rounds."""
+    turns = most_rounds(experts, replicas, slots) * ranks
+    return 4 * experts * replicas + 3 * experts + ranks * slots + max(2 * ranks * slots + 2, turns + 1)
 
 
 def unsupported_placement(config: MoEConfig, placement: Placement, ranks: int) -> list[str]:

@@ -62,13 +62,16 @@ class Words:
 
     @classmethod
     def of(cls, experts: int, replicas: int, ranks: int, slots: int) -> Words:
-        """rows, start, rank, before [E, D]; rest, mask, count [E]; held [P, X]; tile, listed [P, X] + 1; turn [R, P],
-        and how many of its rounds there are."""
+        """rows, start, rank, before [E, D]; rest, mask, count [E]; held [P, X]; tile, listed [P, X] + 1.
+
+        turn [R, P] and the number of rounds lie where tile and listed come once the rows are divided.
+        """
         pairs, all_slots = experts * replicas, ranks * slots
-        turns = most_rounds(experts, replicas, slots) * ranks
-        sizes = [pairs] * 4 + [experts] * 3 + [all_slots, all_slots + 1, all_slots + 1, turns, 1]
-        offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        return cls(*offsets)
+        sizes = [pairs] * 4 + [experts] * 3 + [all_slots, all_slots + 1, all_slots + 1]
+        *offsets, end = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        turn = end - 2 * (all_slots + 1)
+        rounds = turn + most_rounds(experts, replicas, slots) * ranks
+        return cls(*offsets, turn, rounds, max(end, rounds + 1))
 
 
 def words_of(k: KernelShape) -> Words:
@@ -337,12 +340,12 @@ def search(
                 put_where(m, rows != had, w.rows + at, rows)
                 if cutlass.const_expr(k.replicas == 2):
                     put_where(m, rows != had, w.rows + other, there + had - rows)
+                sync()
             ways = pick(lane == u, reaches | through, ways)
             amount = carried - rest
             if amount > 0:
                 # `flow._carry`
                 moved = Boolean(True)
-                sync()
                 step = on & ~source
                 load -= pick(on & source, amount, 0)
                 add_where(m, step, w.rows + giver, -amount)
