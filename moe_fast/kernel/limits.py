@@ -47,7 +47,7 @@ def most_rounds(experts: int, replicas: int, slots: int) -> int:
 
 
 def solver_words(experts: int, replicas: int, ranks: int, slots: int) -> int:
-    """4 E D + 3 E + P X + max(2 P X + 2, R P + 1): what the solver holds in shared memory, in 4-byte words; R rounds."""
+    """4 E D + 3 E + P X + max(2 P X + 2, R P + 1), R rounds: what the solver has in shared memory, in 4-byte words."""
     turns = most_rounds(experts, replicas, slots) * ranks
     return 4 * experts * replicas + 3 * experts + ranks * slots + max(2 * ranks * slots + 2, turns + 1)
 
