@@ -94,6 +94,13 @@ class Placement:
         return tuple(tuple(replicas) for replicas in held)
 
     @cached_property
+    def replicas_by_rank(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each logical expert its (rank, replica) pairs, ranks ascending."""
+        return tuple(
+            tuple(sorted((rank, replica) for replica, rank in enumerate(ranks))) for ranks in self.ranks_of_expert
+        )
+
+    @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
         """The experts with several replicas, in rounds: two of the same round share no rank, so a round's experts can
         be worked on at the same time. Each is in the first round, in the order of experts, that has its ranks free."""

@@ -230,11 +230,11 @@ def pour(k: cutlass.Constexpr[KernelShape], m: cute.Tensor, load: Int32, lane: I
 def first_of(
     k: cutlass.Constexpr[KernelShape], m: cute.Tensor, votes: Int32, slot: Int32, mask: Int32, rows: Int32, lane: Int32
 ) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-    """Of the lowest lane that is set: which it is, what is in its slot, its rows; with more than two replicas also the
-    ranks of its expert as bits, and in lane j the rank of replica j."""
+    """Of the lowest lane that is set: which it is, what is in its slot, its rows, the ranks where its expert has other
+    replicas; with more than two replicas also the rank of replica j in lane j."""
     w, turn = words_of(k), lowest_bit(votes)
     out = from_lane(slot, turn)
-    ranks_of, rank = Int32(0), Int32(0)
+    ranks_of, rank = Int32(1) << (out & 31), Int32(0)
     if cutlass.const_expr(k.replicas > 2):
         ranks_of = from_lane(mask, turn)
         replica = max(out, Int32(0)) // k.replicas * k.replicas + min(lane, Int32(k.replicas - 1))
@@ -255,10 +255,10 @@ def search(
     sources = vote(load > target)
     seen, tail = sources, count_bits(sources)
     source = (sources & own) != 0
-    # of lane p: its place in the queue, the ranks on the way to it; of the last step there: the replicas that give and
-    # take, the ranks of their expert, and what there is to give (with two replicas nobody else changes it)
+    # of lane p: its place in the queue, the ranks on the way to it; of the last step there: the replica that gives, the
+    # ranks of its expert, and what there is to give (with two replicas nobody else changes it)
     place, path = count_bits(sources & (own - 1)), own
-    giver, taker, through, left = Int32(0), Int32(0), Int32(0), Int32(0)
+    giver, through, left = Int32(0), Int32(0), Int32(0)
     # the ranks whose last step is used up, and with it every path through them
     spent, last = Int32(0), Int32(-1)
     moved = Boolean(False)
@@ -270,7 +270,7 @@ def search(
         go = key != NONE
         if go:
             last, u = key >> 5, key & 31
-            path_u = from_lane(path, u)
+            own_u, path_u = Int32(1) << u, from_lane(path, u)
             on = (path_u & own) != 0
             if cutlass.const_expr(k.replicas > 2):
                 left = m[w.rows + giver]
@@ -294,46 +294,36 @@ def search(
                     # the slot that is probably next
                     votes = votes & (votes - 1)
                     following = first_of(k, m, votes, slot, mask, rows, lane)
-                    # replicas on ranks that weren't reached, in their order; of two the other one
-                    others, v, into, j = Int32(1), out & 31, Int32(0), Int32(0)
                     begin, before, replicas = out // k.replicas * k.replicas, rest, Int32(0)
                     if cutlass.const_expr(k.replicas > 2):
                         replicas = m[w.rows + begin + min(lane, Int32(k.replicas - 1))]
-                        others = vote((lane < k.replicas) & (rank >= 0) & ((seen >> max(rank, Int32(0)) & 1) == 0))
-                    else:
-                        out = out >> 5
-                        into, ranks_of = out // 2 * 4 + 1 - out, Int32(1) << v | Int32(1) << u
-                    while others != 0:
-                        if cutlass.const_expr(k.replicas > 2):
-                            j = lowest_bit(others)
-                            v, into = from_lane(rank, j), begin + j
-                        others = others & (others - 1)
+                    more = Boolean(True)
+                    while more:
+                        # the next rank that wasn't reached; of two the other one
+                        v = out & 31 if cutlass.const_expr(k.replicas == 2) else lowest_bit(ranks_of & ~seen)
                         here = lane == v
                         space = target - from_lane(load, v)
                         amount = max(min(min(rest, have), space), Int32(0))
                         load += pick(here, amount, 0)
                         rest, have = rest - amount, have - amount
                         rows -= pick(lane == turn, amount, 0)
-                        if cutlass.const_expr(k.replicas > 2):
-                            replicas += pick(lane == j, amount, 0)
-                        ways = pick(here & (amount > 0), ways | ranks_of, ways)
+                        ways = pick(here & (amount > 0), ways | ranks_of | own_u, ways)
+                        replicas += pick(rank == v, amount, 0)
                         if space <= amount:
                             # no room (left): others may be reached through it
                             seen = seen | (Int32(1) << v)
                             place, path = pick(here, tail, place), pick(here, path_u | own, path)
-                            giver, taker = pick(here, out, giver), pick(here, into, taker)
-                            through, left = pick(here, ranks_of, through), pick(here, have, left)
+                            giver = pick(here, out >> 5 if cutlass.const_expr(k.replicas == 2) else out, giver)
+                            through, left = pick(here, ranks_of | own_u, through), pick(here, have, left)
                             tail += 1
-                        if (rest == 0) | (have == 0):
-                            others = Int32(0)
+                        more = Boolean(False)
+                        if cutlass.const_expr(k.replicas > 2):
+                            more = (rest > 0) & (have > 0) & ((ranks_of & ~seen) != 0)
                     if cutlass.const_expr(k.replicas > 2):
                         took = (rest < before) & (lane < k.replicas) & (begin + lane != out)
                         put_where(m, took, w.rows + begin + lane, replicas)
                     votes = pick(rest > 0, votes, 0)
-                    next_ranks = following[3]
-                    if cutlass.const_expr(k.replicas == 2):
-                        next_ranks = Int32(1) << (following[1] & 31)
-                    if (votes != 0) & ((next_ranks & ~seen) == 0):
+                    if (votes != 0) & ((following[3] & ~seen) == 0):
                         votes = vote((rows != 0) & ((mask & ~seen) != 0) & (lane > turn))
                         following = first_of(k, m, votes, slot, mask, rows, lane)
                     turn, out, have, ranks_of, rank = following
@@ -346,13 +336,18 @@ def search(
             if amount > 0:
                 # `flow._carry`
                 moved = Boolean(True)
-                step = on & ~source
                 load -= pick(on & source, amount, 0)
-                add_where(m, step, w.rows + giver, -amount)
-                add_where(m, step, w.rows + taker, amount)
-                left -= pick(step, amount, 0)
-                ways = pick(step, ways | through, ways)
-                sync()
+                if (path_u & ~sources) != 0:
+                    step, begin = on & ~source, giver // k.replicas * k.replicas
+                    taker = begin * 2 + 1 - giver
+                    if cutlass.const_expr(k.replicas > 2):
+                        for j in cutlass.range_constexpr(k.replicas):
+                            taker = pick(m[w.rank + begin + j] == lane, begin + j, taker)
+                    add_where(m, step, w.rows + giver, -amount)
+                    add_where(m, step, w.rows + taker, amount)
+                    left -= pick(step, amount, 0)
+                    ways = pick(step, ways | through, ways)
+                    sync()
                 if cutlass.const_expr(k.replicas > 2):
                     left = m[w.rows + giver]
                 spent = vote(((seen & own) != 0) & (pick(source, load - target, left) == 0))

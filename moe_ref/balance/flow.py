@@ -132,7 +132,7 @@ def search(rows: list[list[int]], load: list[int], placement: Placement, target:
     Returns:
         The rows that were moved, and the ranks that were reached.
     """
-    ranks_of, held = placement.ranks_of_expert, placement.replicas_of_rank
+    ranks_of, held = placement.replicas_by_rank, placement.replicas_of_rank
     seen = [amount > target for amount in load]
     reached = [rank for rank, above in enumerate(seen) if above]
     came: list[Step | None] = [None] * len(load)
@@ -140,7 +140,7 @@ def search(rows: list[list[int]], load: list[int], placement: Placement, target:
     for u in reached:
         carried = left = _carries(u, came, rows, load, target)
         for expert, j in held[u]:
-            for i, v in enumerate(ranks_of[expert]):
+            for v, i in ranks_of[expert]:
                 if not left or not rows[expert][j]:
                     break
                 if seen[v]:

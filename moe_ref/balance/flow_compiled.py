@@ -32,12 +32,13 @@ def _compiled(function: Callable[..., Any]) -> Any:
 class _Tables(NamedTuple):
     """A placement as flat arrays: replicas of rank r are entries start_P1[r] to start_P1[r + 1] of the last two.
 
-    order_E: experts with one replica, then the others round by round.
+    order_E: experts with one replica, then the others round by round. replica_ED: replicas of an expert by rank.
     """
 
     rank_ED: np.ndarray
     count_E: np.ndarray
     order_E: np.ndarray
+    replica_ED: np.ndarray
     start_P1: np.ndarray
     expert_held: np.ndarray
     replica_held: np.ndarray
@@ -53,7 +54,9 @@ def tables(placement: Placement) -> _Tables:
         alone = np.flatnonzero(placement.replica_counts == 1).tolist()
         order = np.array([*alone, *(expert for experts in placement.rounds for expert in experts)], dtype=np.int64)
         counts = placement.replica_counts
-        kept = _Tables(placement.rank_ED, counts, order, start, flat[:, 0].copy(), flat[:, 1].copy())
+        # replicas that aren't there (-1) sort behind the others
+        by_rank = np.argsort(np.where(placement.rank_ED < 0, placement.num_ranks, placement.rank_ED), axis=1)
+        kept = _Tables(placement.rank_ED, counts, order, by_rank, start, flat[:, 0].copy(), flat[:, 1].copy())
         placement.__dict__["_flow_tables"] = kept
     return kept
 
@@ -117,7 +120,9 @@ def _carry(v, amount, from_rank, by_expert, out_of, into, rows_ED, load_P):
 
 
 @_compiled
-def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P):
+def _search(
+    rows_ED, load_P, target, rank_ED, count_E, replica_ED, start_P1, expert_held, replica_held, seen, scratch_5P
+):
     """`flow.search`: whether anything moved; `seen` becomes the mask of the ranks that were reached."""
     ranks = load_P.shape[0]
     from_rank, by_expert, out_of, into, queue = scratch_5P
@@ -139,9 +144,10 @@ def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, re
             if left == 0:
                 break
             expert, j = expert_held[held], replica_held[held]
-            for i in range(count_E[expert]):
+            for n in range(count_E[expert]):
                 if left == 0 or rows_ED[expert, j] == 0:
                     break
+                i = replica_ED[expert, n]
                 v = rank_ED[expert, i]
                 if seen[v]:
                     continue
@@ -162,7 +168,7 @@ def _search(rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, re
 
 
 @_compiled
-def _solve(load_E, start_ED, use_start, rank_ED, count_E, order_E, start_P1, expert_held, replica_held):
+def _solve(load_E, start_ED, use_start, rank_ED, count_E, order_E, replica_ED, start_P1, expert_held, replica_held):
     """`flow.solve`: rows of every replica, the maximum load and the mask of the certificate."""
     experts, ranks = rank_ED.shape[0], start_P1.shape[0] - 1
     rows_ED = np.zeros(rank_ED.shape, np.int64)
@@ -194,7 +200,7 @@ def _solve(load_E, start_ED, use_start, rank_ED, count_E, order_E, start_P1, exp
                 trapped_P[rank_ED[expert, j]] = True
     if use_start:
         while load_P.max() > target and _search(
-            rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P
+            rows_ED, load_P, target, rank_ED, count_E, replica_ED, start_P1, expert_held, replica_held, seen, scratch_5P
         ):
             pass
         for expert in range(experts):
@@ -202,7 +208,7 @@ def _solve(load_E, start_ED, use_start, rank_ED, count_E, order_E, start_P1, exp
                 rows_ED[expert, j] += start_ED[expert, j]
     while load_P.max() > target:
         if not _search(
-            rows_ED, load_P, target, rank_ED, count_E, start_P1, expert_held, replica_held, seen, scratch_5P
+            rows_ED, load_P, target, rank_ED, count_E, replica_ED, start_P1, expert_held, replica_held, seen, scratch_5P
         ):
             inside, size = 0, 0
             for rank in range(ranks):
@@ -248,7 +254,7 @@ def _route(counts_PE, rows_ED, local_ED, rank_ED, count_E):
 
 
 @_compiled
-def _plan(counts_PE, rank_ED, count_E, order_E, start_P1, expert_held, replica_held):
+def _plan(counts_PE, rank_ED, count_E, order_E, replica_ED, start_P1, expert_held, replica_held):
     """Sum over the ranks, divide, route: everything between the gathered counts and the quotas."""
     ranks, experts = counts_PE.shape
     load_E = np.zeros(experts, np.int64)
@@ -260,7 +266,7 @@ def _plan(counts_PE, rank_ED, count_E, order_E, start_P1, expert_held, replica_h
         for j in range(count_E[expert]):
             local_ED[expert, j] = counts_PE[rank_ED[expert, j], expert]
     rows_ED, _, trapped_P = _solve(
-        load_E, local_ED, True, rank_ED, count_E, order_E, start_P1, expert_held, replica_held
+        load_E, local_ED, True, rank_ED, count_E, order_E, replica_ED, start_P1, expert_held, replica_held
     )
     return _route(counts_PE, rows_ED, local_ED, rank_ED, count_E), trapped_P
 
