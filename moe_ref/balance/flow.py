@@ -3,9 +3,10 @@
 The problem (FineMoE, section 4.1): x[e, j] rows of expert e are computed by its replica j. Minimise the load of the
 busiest rank, subject to sum over j of x[e, j] = load[e] and x >= 0.
 
-The method: take any division of the loads and a target t, at first the mean rounded up. Ranks above t have rows to
-give away, ranks below t have room. An arc u -> v exists when some expert has rows on u and a replica on v. A path from
-a rank above t to one below it is a chain of such moves: push as many rows as its narrowest part allows, and repeat.
+The method: take any division of the loads and a target t, at first what nobody can do without: the mean, or one
+expert's load divided by its replicas, rounded up. Ranks above t have rows to give away, ranks below t have room. An arc
+u -> v exists when some expert has rows on u and a replica on v. A path from a rank above t to one below it is a chain
+of such moves: push as many rows as its narrowest part allows, and repeat.
 
 If no path is left, look at the set S of ranks that were reached. Every expert with rows in S has *all* its replicas in
 S, or the search had gone on. These rows are trapped: they must be computed by the |S| ranks of S whatever anyone plans,
@@ -38,7 +39,8 @@ class ReplicaLoads:
     Attributes:
         rows_ED: rows of replica j of expert e, int64 [E, D]; 0 where there is no such replica.
         max_load: rows of the busiest rank.
-        certificate: the ranks whose trapped load proves that `max_load` is optimal; all ranks if it is the mean.
+        certificate: the ranks whose trapped load proves that `max_load` is optimal; all ranks if it is the mean, those
+            of the first expert whose load they can't undercut if it is that bound.
     """
 
     rows_ED: np.ndarray

@@ -99,3 +99,40 @@ def test_the_certificate_is_a_proof_and_not_the_answer_repeated() -> None:
     answer = replica_loads([10, 11, 1, 2], placement)
     assert answer.max_load == 11  # 21 rows trapped on ranks 0 and 1
     assert answer.certificate == frozenset({0, 1})
+
+
+@given(instances())
+def test_a_round_of_pouring_shares_no_rank(instance) -> None:
+    """Every expert with several replicas is in one round, the first that has its ranks free."""
+    placement, _ = instance
+    ranks_of = placement.ranks_of_expert
+    assert sorted(e for experts in placement.rounds for e in experts) == [
+        e for e, ranks in enumerate(ranks_of) if len(ranks) > 1
+    ]
+    for number, experts in enumerate(placement.rounds):
+        used = [rank for e in experts for rank in ranks_of[e]]
+        assert len(used) == len(set(used))
+        for e in experts:
+            for earlier in placement.rounds[:number]:
+                assert any(set(ranks_of[other]) & set(ranks_of[e]) for other in earlier if other < e)
+
+
+def test_one_expert_alone_can_be_the_certificate() -> None:
+    placement = Placement.from_replicas([[0], [1, 2], [2, 3], [3, 0], [0, 1]], 4)
+    load = np.array([4, 30, 1, 2, 3])
+    for solve in (flow.solve, flow_compiled.solve):
+        answer = solve(load, placement)
+        assert (answer.max_load, answer.certificate) == (15, frozenset({1, 2}))
+        assert rank_loads(answer.rows_ED, placement).max() == 15
+    content = flow.solve(load, placement, target=20)
+    assert (content.max_load, content.certificate) == (20, frozenset(range(4)))
+
+
+def test_a_path_that_is_used_up_leads_nowhere_in_the_same_search() -> None:
+    """Rank 0 can give 2 rows away by expert 0, through ranks 1 and 2; rank 3's path is its own."""
+    placement = Placement.from_replicas([[0, 1], [1, 2], [1, 4], [3, 5]], 6)
+    rows, load = [[2, 0], [5, 0], [5, 0], [4, 0]], [14, 10, 8, 12, 9, 9]
+    moved, _ = flow.search(rows, load, placement, 10)
+    # rank 1 gives the two rows to rank 2; then nothing more comes to rank 1, and rank 4 stays where it is
+    assert (moved, load) == (3, [12, 10, 10, 11, 9, 10])
+    assert rows == [[0, 2], [3, 2], [5, 0], [3, 1]]

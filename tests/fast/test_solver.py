@@ -140,7 +140,7 @@ def test_a_solve_is_short():
         warps.counts.clear()
         warp.solve(counts)
         most = max(most, sum(warps.counts.values()))
-    assert most < 1600
+    assert most < 1300
 
 
 def test_a_read_without_a_barrier_shows():

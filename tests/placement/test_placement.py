@@ -48,6 +48,7 @@ def test_logical_and_physical_ids_are_a_bijection(placement: Placement) -> None:
             assert placement.experts_of_rank[rank][slot] == expert
             assert placement.rank_ED[expert, j] == rank
             assert (expert, j) in placement.replicas_of_rank[rank]
+            assert (rank, j) in placement.replicas_by_rank[expert]
             seen.add((rank, slot))
         assert (placement.slot_ED[expert, len(ranks) :] == -1).all()
     assert len(seen) == placement.replica_counts.sum() == sum(map(len, placement.experts_of_rank))
