@@ -210,7 +210,7 @@ class KernelShape:
     @property
     def words(self) -> int:
         """task words that a block has room for; the biases of float32 layers take the place of two of them. A storer
-        that puts results takes longer than a short task: it may be further behind where that costs no bias buffers."""
+        that waits for puts takes longer than a short task: it may be further behind where no biases are kept."""
         if self.expert_bias:
             return 1 if self.element_size == 4 else WORDS
         return 2 * WORDS if self.put else WORDS

@@ -14,9 +14,10 @@ What differs from stores, all of it at compile time (`KernelShape.put`):
   counting and signals are those of stores.
 
 A put to a peer of the same host is a copy by this warp, 512 bytes to load, then to store, one step after the other: 1
-us a step where the bytes come from L2, a tenth of that from L1. So what is put is first asked for in one go (`touch`).
-The puts' completion takes 10 us while rows are on their way, and a signal has to wait for it: packets that land side by
-side go in one put, a unit of rows has one `quiet` and a signal for each row tile, a column tile of results has one.
+us a step where the bytes come from L2, a tenth of that from L1. So packets are asked for in one go before they are put
+(`touch`); for results, one step each, that brings nothing. The puts' completion takes 10 us while rows are on their
+way, and a signal has to wait for it: packets that land side by side go in one put, a unit of rows has one `quiet` and a
+signal for each row tile, a column tile of results has one.
 
 Who puts has the bytes from its own SM: a warp stages its unit itself, and results come from consumers of the same
 block. So a barrier orders them before the put's loads, and L1 holds no older version of them. NVSHMEM has the fence
