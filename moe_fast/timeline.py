@@ -46,8 +46,14 @@ class Timeline:
 def read_timeline(engine: Engine) -> Timeline:
     """Read and clear the events of the last call of a traced engine; waits for the device."""
     torch.cuda.synchronize(engine.heap.device)
-    tracks = engine.trace.view(engine.blocks, TRACKS, EVENTS + 1, 3).cpu()
+    words = engine.trace.cpu()
     engine.trace.zero_()
+    return timeline_in(words, engine)
+
+
+def timeline_in(words: torch.Tensor, engine: Engine) -> Timeline:
+    """Timeline from a copy of a traced engine's trace on the CPU, int64 [`engine.trace_words`]."""
+    tracks = words.view(engine.blocks, TRACKS, EVENTS + 1, 3)
     return timeline_of(tracks, engine.heap.rank, engine.blocks - (engine.shape.scheduler == "os_block"))
 
 

@@ -16,9 +16,9 @@ from torch._C._autograd import DeviceType
 
 from moe_fast import unfused
 from moe_fast.bench.layers import LAYERS, TOKENS, layer_config
-from moe_fast.bench.measure import SLEEP_CYCLES, Setup, floor_of, interleaved, place, set_up
+from moe_fast.bench.measure import Setup, floor_of, interleaved, place, set_up, start_together
 from moe_fast.engine import Engine
-from moe_fast.timeline import Timeline, read_timeline
+from moe_fast.timeline import Timeline, timeline_in
 from moe_ref.errors import CheckFailed
 
 WARM_CALLS, TRACED_CALLS = 8, 9
@@ -142,25 +142,28 @@ def run_bench(
 
 
 def median_timeline(engine: Engine, call: Callable[[], Any]) -> Timeline:
-    """This rank's timeline of a call of a traced engine: of TRACED_CALLS the one of median length. Collective."""
+    """This rank's timeline of a call of a traced engine: of TRACED_CALLS the one of median length. Collective.
+
+    The length of a call is that on the rank where it is longest, so that all ranks show the same call.
+    """
     _, ranks = place()
-    together = torch.zeros(1, device="cuda")
-    lines = []
+    together = engine.trace.new_zeros(1)
+    kept = engine.trace.new_empty(TRACED_CALLS, engine.trace.numel())
     # the first calls on fresh memory pay for address translation, a peer's more than the own
-    for number in range(WARM_CALLS + TRACED_CALLS):
-        torch.cuda.synchronize()
-        engine.heap.barrier()
+    for number in range(-WARM_CALLS, TRACED_CALLS):
         engine.trace.zero_()
-        # a host that was busy with the last timeline is slow to launch: longer than in `interleaved`
-        torch.cuda._sleep(4 * SLEEP_CYCLES)
-        if ranks > 1:
-            dist.all_reduce(together)
+        start_together(together)
         call()
-        engine.check()
-        if number >= WARM_CALLS:
-            lines.append(read_timeline(engine))
-    # in some calls one rank starts late and the others' time is waiting for it: the call of median length
-    return sorted(lines, key=lambda one: one.wall_us)[len(lines) // 2]
+        if number >= 0:
+            # read after the last call: where devices idle for as long as a host reads events, their calls are others
+            # than those that are timed
+            kept[number].copy_(engine.trace)
+    engine.check()
+    lines = [timeline_in(words, engine) for words in kept.cpu()]
+    length = kept.new_tensor([line.wall_us for line in lines], dtype=torch.float64)
+    if ranks > 1:
+        dist.all_reduce(length, op=dist.ReduceOp.MAX)
+    return lines[int(length.argsort()[len(lines) // 2])]
 
 
 def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dict[str, Any]:
@@ -169,7 +172,8 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
 
     rank, ranks = place()
     setup = set_up(layer_config(layer), tokens, scheduler, trace=True)
-    line = median_timeline(setup.engine, lambda: setup.forward(setup.x_SH))
+    y = torch.empty_like(setup.x_SH)
+    line = median_timeline(setup.engine, lambda: setup.forward(setup.x_SH, y))
     if path is not None and rank == 0:
         write_trace(path, line.intervals, True, layer=layer, tokens=tokens, gpus=ranks)
     setup.engine.heap.close()

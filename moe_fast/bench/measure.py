@@ -93,12 +93,30 @@ def floor_of(config: MoEConfig, rows: int) -> Callable[[], Any]:
     return run
 
 
+def start_together(together: Tensor, hide_host: bool = True) -> None:
+    """Before every call that is measured: what is enqueued next begins on all devices at one time. Collective.
+
+    together: one element on this rank's device, for a sum that nobody reads.
+    hide_host: let the host run ahead of the device, behind a sleep kernel.
+    """
+    _, ranks = place()
+    torch.cuda.synchronize()
+    if ranks > 1:
+        dist.barrier()
+        torch.cuda.synchronize()
+    if hide_host:
+        torch.cuda._sleep(SLEEP_CYCLES)
+    if ranks > 1:
+        # a host barrier alone leaves the devices 0.1 to 0.2 ms apart
+        dist.all_reduce(together)
+
+
 def interleaved(
     functions: dict[str, Callable[[], Any]], repetitions: int, hide_host: bool = True, calls: int = 1
 ) -> dict[str, dict[str, float]]:
     """Time functions in turn; per name the median and the fastest of the slowest rank's times, ms.
 
-    hide_host: let the host run ahead of the device, behind a sleep kernel; without, its launches count.
+    hide_host: see `start_together`; without, the host's launches count.
     calls: so many calls in a row between two events, the time of one of them on average.
     """
     _, ranks = place()
@@ -109,15 +127,7 @@ def interleaved(
         function()
     for _ in range(repetitions):
         for name, function in functions.items():
-            torch.cuda.synchronize()
-            if ranks > 1:
-                dist.barrier()
-                torch.cuda.synchronize()
-            if hide_host:
-                torch.cuda._sleep(SLEEP_CYCLES)
-            if ranks > 1:
-                # the devices start together: a host barrier alone leaves them 0.1 to 0.2 ms apart
-                dist.all_reduce(together)
+            start_together(together, hide_host)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             for _ in range(calls):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from moe_fast.bench import contestants, measure
 from moe_fast.doctor import gpu_checks
 from moe_fast.engine import EVENTS, TRACKS, trace_words
 from moe_fast.heap import check_version
@@ -63,6 +65,63 @@ def test_events_beyond_a_track_are_counted():
     tracks = words(1, [(0, 0, 0, 10, -1)])
     tracks[0, 0, 0, 0] = EVENTS + 7
     assert timeline_of(tracks, 0, 1).dropped == 7
+
+
+class TracedEngine:
+    """Of a traced engine of one block what `median_timeline` touches; a call is one event of the next length."""
+
+    def __init__(self, log: list[str], lengths_ns: list[int]) -> None:
+        self.trace = torch.zeros(trace_words(1), dtype=torch.int64)
+        self.blocks, self.shape, self.heap = 1, SimpleNamespace(scheduler="spare_warps"), SimpleNamespace(rank=0)
+        self.log, self.lengths_ns = log, iter(lengths_ns)
+
+    def check(self) -> None:
+        self.log.append("check")
+
+    def call(self) -> None:
+        self.log.append("call")
+        assert not self.trace.any(), "events of two calls would mix"
+        self.trace.copy_(words(1, [(0, 0, 1_000, 1_000 + next(self.lengths_ns), -1)]).view(-1))
+
+
+@pytest.fixture
+def log_of_two_ranks(monkeypatch) -> list[str]:
+    """What would be enqueued and waited for, noted by name; the other rank's calls last as long as this one's, but its
+    first kept one lasts 90 us."""
+    log: list[str] = []
+
+    def all_reduce(tensor: torch.Tensor, op: object = None) -> None:
+        log.append("all_reduce")
+        if tensor.numel() == contestants.TRACED_CALLS:
+            tensor[0] = max(tensor[0].item(), 90.0)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"))
+    for module in (measure, contestants):
+        monkeypatch.setattr(module, "place", lambda: (0, 2))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: log.append("barrier"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return log
+
+
+def test_traced_calls_begin_like_timed_ones_and_nothing_is_read_between_them(log_of_two_ranks):
+    log, calls = log_of_two_ranks, contestants.WARM_CALLS + contestants.TRACED_CALLS
+    engine: Any = TracedEngine(log, [5_000] * calls)
+    contestants.median_timeline(engine, engine.call)
+    begin = ["synchronize", "barrier", "synchronize", "sleep", "all_reduce"]
+    assert log == [*begin, "call"] * calls + ["check", "all_reduce"]
+    # what `interleaved` does before a repetition
+    log.clear()
+    measure.start_together(torch.zeros(1))
+    assert log == begin
+
+
+def test_all_ranks_show_the_same_call(log_of_two_ranks):
+    """The median of the slower rank's times: of 10, 20, ... 90 us the first lasts 90 on the other rank, so it is 60."""
+    warm, kept = [1_000] * contestants.WARM_CALLS, [10_000 * n for n in range(1, contestants.TRACED_CALLS + 1)]
+    assert contestants.TRACED_CALLS == 9
+    engine: Any = TracedEngine(log_of_two_ranks, warm + kept)
+    assert contestants.median_timeline(engine, engine.call).wall_us == 60.0
 
 
 def test_doctor_reports_every_part_without_raising():

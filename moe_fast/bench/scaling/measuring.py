@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_fast.backend import close_engines
+from moe_fast.backend import close_engines, in_kernel
 from moe_fast.bench import balanced, variants
 from moe_fast.bench.contestants import bench_cell, run_costs, run_trace
 from moe_fast.bench.measure import Setup, place, set_up
@@ -83,11 +83,7 @@ class Measuring:
         job = training_job(ranks, cell.layer, cell.dtype, STEPS)
         steps = training_steps(job, world, torch.device("cuda", torch.cuda.current_device()))
         outcome, training = next(steps)
-        in_kernel = cell.dtype == "fused" and cell.layer == "scheduled"
-        if in_kernel:
-            for layer in training.layers.values():
-                # the same plan as the planner's, made inside the launch
-                layer.planner = None
+        by_kernel = cell.dtype == "fused" and all(map(in_kernel, training.layers.values()))
         for _ in steps:
             pass
         close_engines()
@@ -95,7 +91,7 @@ class Measuring:
         if ranks > 1:
             dist.all_reduce(median, op=dist.ReduceOp.MAX)
         return {
-            "backend": cell.dtype, "balancing": cell.layer, "planned": "in the kernel" if in_kernel else "on the host",
+            "backend": cell.dtype, "balancing": cell.layer, "planned": "in the kernel" if by_kernel else "on the host",
             "gpus": ranks, "tokens": job.sequences * job.context // ranks, "ms": round(float(median), 3),
             "max_over_mean_load": round(statistics.fmean(statistics.fmean(r) for r in outcome.scheduled_TL), 4),
             "loss": [round(outcome.losses[0], 4), round(outcome.losses[-1], 4)],
