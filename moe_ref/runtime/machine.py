@@ -140,8 +140,8 @@ class Machine:
         so its weights are read from memory once and from the L2 cache by the others.
 
         rows: of the tile that are no padding, by default all; a half of the tile that is all padding is not computed.
-        tasks: of this kind on the rank; those of a wave share the bandwidth, as far as an SM can take it, and waves are
-        taken as equally full.
+        tasks: of this kind that run with it or after it on the rank; those of a wave share the bandwidth, as far as an
+        SM can take it, and waves are taken as equally full.
         """
         halves = 2 if rows is None or 2 * rows > shape.tile_rows else 1
         flops = shape.tile_rows * halves * inner * shape.tile_columns

@@ -218,16 +218,23 @@ class Simulator:
         count = len(call.tiles[rank])
 
         @cache
-        def time(inner: int, columns: int, row_tiles: int, half: bool) -> float:
+        def time(inner: int, columns: int, row_tiles: int, half: bool, left: int) -> float:
             rows = shape.tile_rows // 2 if half else shape.tile_rows
-            return speed * machine.gemm_time(shape, inner, row_tiles, machine.tile_us, rows=rows, tasks=count * columns)
+            tasks = count * columns
+            if left < machine.sms:
+                # the last tasks have the memory to themselves
+                tasks = min(tasks, left)
+            return speed * machine.gemm_time(shape, inner, row_tiles, machine.tile_us, rows=rows, tasks=tasks)
 
         first, second = {}, {}
-        for i, tile in call.tiles[rank].items():
+        for number, (i, tile) in enumerate(call.tiles[rank].items()):
             row_tiles, half = tiles_of_slot[tile.slot], 2 * tile.rows <= shape.tile_rows
             away = sum(s.rows for s in tile.segments if s.source != rank) / tile.rows
-            first[i] = time(shape.hidden, shape.columns0, row_tiles, half)
-            second[i] = time(shape.intermediate, shape.columns1, row_tiles, half) + speed * machine.remote_us * away
+            # second products of this tile, and all that comes after them
+            left = (count - number) * shape.columns1 + (count - number - 1) * shape.columns0
+            first[i] = time(shape.hidden, shape.columns0, row_tiles, half, machine.sms)
+            second[i] = time(shape.intermediate, shape.columns1, row_tiles, half, min(left, machine.sms))
+            second[i] += speed * machine.remote_us * away
         combine = [
             speed * machine.combine_time(call.combine_task(rank, t), shape) for t in range(call.token_tiles(rank))
         ]
