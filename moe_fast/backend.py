@@ -80,7 +80,7 @@ def engine_for(
     and their buffers.
 
     Args:
-        scheduler: one of `shapes.SCHEDULERS`; None for MOE_REF_SCHEDULER, by default "spare_warps".
+        scheduler: one of `constants.SCHEDULERS`; None for MOE_REF_SCHEDULER, by default "spare_warps".
         transport: "stores" into mapped peers, "put_signal" through NVSHMEM, or "auto": stores where every peer is
             mapped. None for MOE_REF_TRANSPORT, by default "auto".
         router: the router's weight, where the caller has it at hand.

@@ -122,7 +122,7 @@ def local_heaps(size: int, device: torch.device, ranks: int) -> list[Heap]:
     Raises:
         UsageError: several heaps don't fit into the GPU's memory.
     """
-    # every heap begins where its tiles may: on a multiple of what `shapes.regions` aligns to
+    # every heap begins where its tiles may: on a multiple of what `regions.regions` aligns to
     stride = align_up(size, 1024)
     try:
         memory = torch.zeros(ranks, stride, dtype=torch.uint8, device=device)

@@ -66,15 +66,16 @@ show("gemm.py", "multiply")
 # %% [markdown]
 # ## The subscribers
 #
-# Ninety-six lanes look at arrival counters that peers increase. `reached` is a function of the reference
-# ([`moe_ref.runtime.encoding.reached`][moe_ref.runtime.encoding.reached]), traced here with GPU integers: the
-# simulator of tutorial 4 and the kernel share it.
+# Ninety-six lanes look at arrival counters that peers increase: has a block of row tiles got its rows? `reached` is a
+# function of the reference ([`moe_ref.runtime.encoding.reached`][moe_ref.runtime.encoding.reached]), traced here with
+# GPU integers: the simulator of tutorial 4 and the kernel share it.
 
 # %%
+show("subscriber.py", "all_there")
 show("subscriber.py", "subscribe")
 
 # %% [markdown]
-# Note the third branch: a loop that looks at a clock. If a peer dies, the lane records who waited for what, raises a flag
+# Note the last branch: a loop that looks at a clock. If a peer dies, the lane records who waited for what, raises a flag
 # that everybody polls, and the kernel ends.
 #
 # ## What is shared with the reference
@@ -294,12 +295,18 @@ print("all checks passed")
 # %% [markdown]
 # !!! abstract "What the real kernel does instead"
 #     This is it. Files in the order in which to read them: [`constants`][moe_fast.kernel.constants],
-#     [`shapes`][moe_fast.kernel.shapes], [`regions`][moe_fast.kernel.regions], [`signals`][moe_fast.kernel.signals],
-#     [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan], [`dispatch`][moe_fast.kernel.dispatch],
-#     [`subscriber`][moe_fast.kernel.subscriber], [`scheduler`][moe_fast.kernel.scheduler],
-#     [`processor`][moe_fast.kernel.processor], [`gemm`][moe_fast.kernel.gemm], [`loader`][moe_fast.kernel.loader],
-#     [`consumer`][moe_fast.kernel.consumer], [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare],
-#     [`combine`][moe_fast.kernel.combine], [`megakernel`][moe_fast.kernel.megakernel].
+#     [`limits`][moe_fast.kernel.limits], [`shapes`][moe_fast.kernel.shapes], [`regions`][moe_fast.kernel.regions],
+#     [`signals`][moe_fast.kernel.signals], [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan],
+#     [`dispatch`][moe_fast.kernel.dispatch], [`subscriber`][moe_fast.kernel.subscriber],
+#     [`scheduler`][moe_fast.kernel.scheduler], [`processor`][moe_fast.kernel.processor],
+#     [`gemm`][moe_fast.kernel.gemm], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
+#     [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
+#     [`megakernel`][moe_fast.kernel.megakernel].
+#
+#     What a layer may do without: [`replicas`][moe_fast.kernel.replicas] and [`solver`][moe_fast.kernel.solver] (rows of an
+#     expert divided over its replicas), [`tokens`][moe_fast.kernel.tokens] and [`sums`][moe_fast.kernel.sums] (the wire
+#     format "tokens"), [`transport`][moe_fast.kernel.transport] (puts through NVSHMEM to peers whose memory isn't mapped:
+#     consumers put a tile's results, `put_results`, and the storer waits for them and counts, `count_put`).
 #
 # ## Exercises
 #

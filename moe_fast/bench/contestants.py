@@ -155,8 +155,7 @@ def median_timeline(engine: Engine, call: Callable[[], Any]) -> Timeline:
         start_together(together)
         call()
         if number >= 0:
-            # read after the last call: where devices idle for as long as a host reads events, their calls are others
-            # than those that are timed
+            # read after the last call: between calls that are timed devices don't idle for as long as reading takes
             kept[number].copy_(engine.trace)
     engine.check()
     lines = [timeline_in(words, engine) for words in kept.cpu()]

@@ -16,7 +16,7 @@ import torch
 from harness import Case, group_for, launch_together, make_inputs, run_together, seat
 
 from moe_fast import backend
-from moe_fast.engine import MegakernelInputError, MegakernelTimeout
+from moe_fast.engine import LEAST_BLOCKS, MegakernelInputError, MegakernelTimeout
 from moe_ref.errors import UsageError
 
 RANKS = (2, 4, 8)
@@ -97,7 +97,7 @@ def several_bits() -> dict:
         *((one, 2) for one in cases.WIRE[:4]),
         (cases.SMALL, 4),
     ):
-        least = {"tickets": 1, "os_block": 2, "spare_warps": 5}[case.scheduler]
+        least = LEAST_BLOCKS[case.scheduler]
         one = replace(case, tokens=(700, 300, 129, 0), routing="gate")
         results, inputs = {}, inputs_of(one, ranks, 5)
         for blocks in (None, 16, least + 1, least):
@@ -308,7 +308,7 @@ def several_layers() -> dict:
             if name != "linear program":
                 out[f"{ranks} ranks, {name}"]["gradients"] = gradients_on(ranks, xs, changes)
     messages = []
-    most = torch.cuda.get_device_properties(0).multi_processor_count // 5
+    most = torch.cuda.get_device_properties(0).multi_processor_count // LEAST_BLOCKS[backend.DEFAULT_SCHEDULER]
     for wanted, attempt in (
         ("put_signal", lambda: backend.engine_for(layer_of(2, "fused"), transport="put_signal")),
         (f"at most {most} ranks", lambda: backend.engine_for(layer_of(most + 1, "fused", experts=32))),
