@@ -95,12 +95,12 @@ def engine_for(
     last = _last.get(layer)
     if last is not None and last[0] == asked:
         return last[1]
-    engine = _find_engine(layer, scheduler, transport)
-    _last[layer] = (asked, engine)
-    return engine
+    engines = _find_engines(layer, scheduler, transport)
+    _last[layer] = (asked, engines)
+    return engines
 
 
-def _find_engine(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks:
+def _find_engines(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks:
     """See `engine_for`."""
     world = layer.world
     ranks, group = world.num_ranks, world.group if isinstance(world, DistributedWorld) else None
@@ -282,14 +282,13 @@ class FusedBackend:
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
     ) -> Record:
         """See `moe_ref.backends.Backend`. With `keep` it waits for the device and copies every buffer."""
-        config, weights = layer.config, unfused.layer_weights(layer)
+        weights = unfused.layer_weights(layer)
         engines = engine_for(layer, router=weights.router_EH)
         engine = engines.only
         if engine is None:
             return _forward_together(engines, layer, weights, x_SH, routing, keep)
         x = x_SH[0].contiguous()
-        if x.dtype != config.torch_dtype:
-            raise UsageError(f"the layer's dtype is {config.dtype}, autocast asks for {x.dtype}; leave autocast")
+        _check_dtype(x, layer)
         ids = weight = plan = None
         if routing is not None:
             _check_shapes(routing[0], layer, x)
@@ -305,18 +304,7 @@ class FusedBackend:
         else:
             quota = None if plan is None else _quota(plan, x.device)
             y = _launch(engine, layer, weights, x, ids, weight, quota)
-        call = engine.calls
-
-        def fill(target: Record) -> None:
-            if engine.calls != call:
-                raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
-            engine.check()
-            _fill(target, engines.engines, layer, [x.shape[0]], plan, buffers=keep)
-
-        record = FusedRecord([y], fill)
-        if keep:
-            record.fetch()
-        return record
+        return _record(engines, layer, [y], [x.shape[0]], plan, keep)
 
 
 def _forward_together(
@@ -330,8 +318,7 @@ def _forward_together(
     """`FusedBackend.forward` of several ranks on one GPU."""
     engines.raise_if_failed()
     xs = [x.contiguous() for x in x_SH]
-    if xs[0].dtype != layer.config.torch_dtype:
-        raise UsageError(f"the layer's dtype is {layer.config.dtype}, autocast asks for {xs[0].dtype}; leave autocast")
+    _check_dtype(xs[0], layer)
     ids = given = plan = None
     if routing is not None:
         for one, x in zip(routing, xs, strict=True):
@@ -345,15 +332,22 @@ def _forward_together(
         ys = _TogetherFunction.apply(engines, layer, plan, ids, [t is not None for t in inputs], *present)
     else:
         ys = _launch_together(engines, layer, weights, xs, ids, given, plan)
-    call, sizes = engines.calls, [x.shape[0] for x in xs]
+    return _record(engines, layer, list(ys), [x.shape[0] for x in xs], plan, keep)
+
+
+def _record(
+    engines: LocalRanks, layer: MoELayer, y_SH: list[Tensor], tokens: Sequence[int], plan: Plan | None, keep: bool
+) -> FusedRecord:
+    """What `FusedBackend.forward` returns for the call that was just enqueued; tokens: S of every local rank."""
+    call = engines.calls
 
     def fill(target: Record) -> None:
         if engines.calls != call:
             raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
         engines.check()
-        _fill(target, engines.engines, layer, sizes, plan, buffers=keep)
+        _fill(target, engines.engines, layer, tokens, plan, buffers=keep)
 
-    record = FusedRecord(list(ys), fill)
+    record = FusedRecord(y_SH, fill)
     if keep:
         record.fetch()
     return record
@@ -363,6 +357,12 @@ def check_errors() -> None:
     """Wait for every engine's device and raise what its kernel reported."""
     for engines in _engines.values():
         engines.check()
+
+
+def _check_dtype(x: Tensor, layer: MoELayer) -> None:
+    """Tokens are of the layer's dtype unless autocast has cast them."""
+    if x.dtype != layer.config.torch_dtype:
+        raise UsageError(f"the layer's dtype is {layer.config.dtype}, autocast asks for {x.dtype}; leave autocast")
 
 
 def _check_shapes(routing: Routing, layer: MoELayer, x: Tensor) -> None:

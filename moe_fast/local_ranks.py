@@ -94,10 +94,12 @@ class LocalRanks:
 
     @property
     def shape(self) -> KernelShape:
+        """The variant that all of them run."""
         return self.engines[0].shape
 
     @property
     def device(self) -> torch.device:
+        """The GPU that all of them share."""
         return self.engines[0].heap.device
 
     @property

@@ -137,7 +137,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     properties = SimpleNamespace(multi_processor_count=132)
     with (
         mock.patch.object(backend.FusedBackend, "unavailable", return_value=None),
-        mock.patch.object(backend, "_find_engine", find),
+        mock.patch.object(backend, "_find_engines", find),
         mock.patch.object(engine.compiler, "load", return_value=function),
         mock.patch.object(engine.torch, "zeros", unpinned),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),

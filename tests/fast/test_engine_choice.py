@@ -21,7 +21,7 @@ def made(monkeypatch):
         seen.append((scheduler, transport))
         return object()
 
-    monkeypatch.setattr(backend, "_find_engine", find)
+    monkeypatch.setattr(backend, "_find_engines", find)
     yield seen
     backend._last.clear()
 

@@ -439,7 +439,7 @@ def test_a_record_is_fetched_once_and_only_when_it_is_read(launches, monkeypatch
         record.counts_PE, record.routing = np.array([[1]]), [None]
 
     monkeypatch.setattr(backend, "_fill", fill)
-    monkeypatch.setattr(engine.Engine, "check", lambda self: None)
+    monkeypatch.setattr(backend.LocalRanks, "check", lambda self: None)
     record = layer._backend.forward(layer, [tokens()], None)
     assert record.y_SH[0].shape == (8, 128)
     assert record.layout is None
