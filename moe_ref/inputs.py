@@ -24,6 +24,12 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
 
+def compute_dtype(own: torch.dtype, cast: torch.dtype | None) -> torch.dtype:
+    """What a layer of dtype `own` computes in, as a linear layer would, if autocast asks for `cast` (None: it is off):
+    float64 is left alone."""
+    return own if cast is None or own == torch.float64 else cast
+
+
 def router_weight(layer: MoELayer) -> Tensor:
     """The parameter whose device and dtype stand for the layer's.
 
@@ -78,9 +84,9 @@ def tokens_per_rank(layer: MoELayer, x: Tensor | Sequence[Tensor]) -> list[Tenso
 
 
 def _casts(given: torch.dtype, own: torch.dtype, device: torch.device) -> bool:
-    """Whether autocast takes tokens of another dtype, as for a linear layer."""
-    cast = autocast_dtype(device.type)
-    return cast not in (None, own) and own != torch.float64 and given.is_floating_point and given.itemsize < 8
+    """Whether autocast takes tokens of another dtype."""
+    cast = compute_dtype(own, autocast_dtype(device.type))
+    return cast != own and given.is_floating_point and given.itemsize < 8
 
 
 def _of(rank: int, layer: MoELayer) -> str:

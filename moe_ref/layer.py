@@ -35,7 +35,7 @@ from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.experts import ExpertWeights
 from moe_ref.gate import Routing
-from moe_ref.inputs import autocast_dtype, routing_per_rank, tokens_per_rank
+from moe_ref.inputs import autocast_dtype, compute_dtype, routing_per_rank, tokens_per_rank
 from moe_ref.parameters import Router, SharedExpert, hash_seed
 from moe_ref.placement import Placement
 from moe_ref.stats import LayerStats
@@ -238,11 +238,10 @@ class MoELayer(nn.Module):
                 logit is not finite, or a rank has more than config.max_tokens tokens.
         """
         parts, routings = self.check_input(x, routing)
-        # Under autocast all stages see tokens rounded to the autocast dtype (float64 is left alone); the gate's own
-        # arithmetic stays in fp32.
-        own, kind = self.config.torch_dtype, parts[0].device.type
+        # Under autocast all stages see tokens rounded to the autocast dtype; the gate's own arithmetic stays in fp32.
+        kind = parts[0].device.type
         cast = autocast_dtype(kind)
-        dtype = own if cast is None or own == torch.float64 else cast
+        dtype = compute_dtype(self.config.torch_dtype, cast)
         tokens = [part if part.dtype == dtype else part.to(dtype) for part in parts]
         with nullcontext() if cast is None else torch.autocast(kind, enabled=False):
             record = self._backend.forward(self, tokens, routings)

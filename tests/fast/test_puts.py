@@ -47,12 +47,13 @@ class Warp:
     def run(self, function: str, *arguments, lanes: dict[int, np.ndarray] | None = None) -> None:
         """Call `function` in every lane; lanes: arguments that differ, by position. The lane comes last."""
         self.barrier = threading.Barrier(LANES, timeout=20)
-        self.shared: list = [None] * LANES
+        # in turn, so that one barrier is enough: nobody is two ahead of another who still reads
+        self.shared: tuple[list, list] = [None] * LANES, [None] * LANES
         errors: list[BaseException] = []
 
         def one(lane: int) -> None:
             own = [int(lanes[i][lane]) if lanes and i in lanes else value for i, value in enumerate(arguments)]
-            self.local.lane = lane
+            self.local.lane, self.local.turn = lane, 0
             try:
                 self.names[function](*own, lane)
             except BaseException as error:
@@ -70,11 +71,11 @@ class Warp:
 
     def together(self, value) -> list:
         """Every lane's value."""
-        self.shared[self.local.lane] = value
+        self.local.turn = 1 - self.local.turn
+        values = self.shared[self.local.turn]
+        values[self.local.lane] = value
         self.barrier.wait()
-        every = list(self.shared)
-        self.barrier.wait()
-        return every
+        return list(values)
 
     def _put(self, target: int, source: int, words: int, rank: int) -> None:
         every = self.together((target, source, words, rank))
