@@ -412,9 +412,12 @@ class Engine:
         its address."""
         shape = self.shape
         if not shape.placed:
-            raise UsageError("this kernel was compiled for experts in blocks; a placement or a plan needs another one")
+            raise UsageError(
+                "this kernel was compiled for experts in blocks; a placement or a plan needs a KernelShape that "
+                "from_config made for that placement"
+            )
         if placement is None:
-            raise UsageError("a kernel with replicas needs the placement: which rank and slot holds which expert")
+            raise UsageError("a kernel with replicas needs placement=..., which rank and slot holds which expert")
         at = self.tables(placement).data_ptr()
         if quota_PED is None:
             return at, 0, 0
@@ -469,13 +472,14 @@ class Engine:
         what = [
             text
             for bit, text in (
-                (Status.NONFINITE, "a logit of the gate is not finite"),
-                (Status.BAD_EXPERT, "an expert id is outside [-1, E)"),
+                (Status.NONFINITE, "a logit of the gate is not finite: look for NaN and infinity in x and the router"),
+                (Status.BAD_EXPERT, "an expert id is outside [-1, E): -1 masks a route"),
                 (
                     Status.OVERFLOW,
-                    "more rows for one rank than the buffers hold (an expert twice in a token's choices)",
+                    "more rows for one rank than the buffers hold, as with an expert twice in a token's choices: make "
+                    "the choices differ or raise max_tokens",
                 ),
-                (Status.BAD_PLAN, "the plan's quotas don't add up to the counts of this batch"),
+                (Status.BAD_PLAN, "the plan's quotas don't add up to the counts of this batch: plan each batch anew"),
             )
             if status & bit
         ]
