@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_fast.backend import FusedBackend, _fill
+from moe_fast.backend import FusedBackend
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import buffer_rows, heap_regions, workspace_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.record import fill_record
 from moe_ref import LayerStats, MoEConfig, MoELayer, cases
 from moe_ref.errors import UsageError
 from moe_ref.pipeline import Record
@@ -115,7 +116,7 @@ def test_what_a_call_by_tokens_leaves_behind(ranks: list[int]) -> None:
         want = layer._backend.forward(layer, xs, routings, keep=True)
     got = Record()
     engines = [left_by_tokens(rank, want, sizes) for rank in ranks]
-    _fill(got, engines, layer, [sizes[rank] for rank in ranks], None, buffers=True)
+    fill_record(got, engines, layer, [sizes[rank] for rank in ranks], None, buffers=True)
     for name in ("rows_NH", "hidden_ND", "output_NH", "partial_NH"):
         assert len(getattr(got, name)) == len(ranks), name
         for one, rank in zip(getattr(got, name), ranks, strict=True):

@@ -438,7 +438,7 @@ def test_a_record_is_fetched_once_and_only_when_it_is_read(launches, monkeypatch
         filled.extend(counts)
         record.counts_PE, record.routing = np.array([[1]]), [None]
 
-    monkeypatch.setattr(backend, "_fill", fill)
+    monkeypatch.setattr(backend, "fill_record", fill)
     monkeypatch.setattr(backend.LocalRanks, "check", lambda self: None)
     record = layer._backend.forward(layer, [tokens()], None)
     assert record.y_SH[0].shape == (8, 128)
