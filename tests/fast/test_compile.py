@@ -230,27 +230,6 @@ def test_a_killed_compiler_is_one_error(tmp_path, monkeypatch):
         killer.join()
 
 
-@pytest.mark.slow
-def test_arguments_are_kept_in_place(tmp_path, monkeypatch):
-    """A loaded variant's arguments lie where a call writes them; loading needs no GPU."""
-    from moe_fast.engine import Call
-
-    monkeypatch.setenv("MOE_REF_CACHE", str(tmp_path))
-    function = compiler.load(KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets"), tmp_path)
-    fixed = {"heap": 1 << 40, "rows": 4096, "rank": 3, "control": 77}
-    call = Call(function, {**fixed, "hidden": 1 << 41, "grid": 132})
-    ran = []
-    call._run = ran.append
-    call(tokens=17, x=(1 << 45) + 16, stream=99, slots=4)
-    assert {name: call._at[name].value for name in ("heap", "rows", "rank", "control", "hidden", "grid")} == {
-        **fixed,
-        "hidden": 1 << 41,
-        "grid": 132,
-    }
-    assert [call._at[name].value for name in ("tokens", "x", "stream", "slots")] == [17, (1 << 45) + 16, 99, 4]
-    assert ran == [call._packed]
-
-
 @pytest.mark.parametrize(
     ("arguments", "wrong"),
     [
