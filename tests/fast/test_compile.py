@@ -76,8 +76,8 @@ VARIANTS = {
     ),
 }  # fmt: skip
 FP32_ROUTER = ("deepseek",)
-SPILLS = {"tokens": 12}
-"""Loads and stores of registers kept in memory: none, but for a few ahead of the products, where tokens are pushed."""
+SPILLS = {"tokens": (32, 12)}
+"""Bytes of stack, loads and stores of registers kept there: none, but for a few ahead of the products."""
 
 
 @pytest.mark.slow
@@ -89,7 +89,8 @@ def test_variant_compiles_for_hopper(name, tmp_path):
     shape = KernelShape.from_config(config, ranks, scheduler, **more)
     path = compiler.compile_to_file(shape, tmp_path)
     found = compiler.inspect_file(path)
-    assert found["stack_bytes"] <= 4 * SPILLS.get(name, 0), found
+    stack, spills = SPILLS.get(name, (0, 0))
+    assert found["stack_bytes"] <= stack, found
     assert found["registers"] == 168, found
     assert found["shared_bytes"] <= 232448, found
     if found["wgmma"] is None:
@@ -97,7 +98,7 @@ def test_variant_compiles_for_hopper(name, tmp_path):
     assert found["wgmma"] >= 8, found
     assert found["tma_loads"] >= 9, found
     assert found["tma_stores"] >= 2, found
-    assert found["spills"] <= SPILLS.get(name, 0), found
+    assert found["spills"] <= spills, found
 
 
 def test_a_compiled_variant_is_found_again(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ Letters: S tokens of a rank, H hidden, E experts, K choices, P ranks, X local sl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
 from moe_ref import balance
 from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-3}
@@ -745,3 +746,15 @@ def first_wrong(actual: torch.Tensor, expected: torch.Tensor, limit: float) -> s
         f"{int(wrong.sum())} of {wrong.numel()} elements wrong, in {len(set(tiles))} tiles of 64 x 64, first "
         f"{sorted(set(tiles))[:6]}; [{r}, {h}] is {float(actual[r, h])}, expected {float(expected[r, h])}"
     )
+
+
+def refusal(attempt: Callable[[], object], wanted: str) -> str:
+    """What an attempt is refused with, which must say `wanted`."""
+    message = None
+    try:
+        attempt()
+    except UsageError as error:
+        message = str(error)
+    assert message is not None, f"nothing was refused, expected something about {wanted}"
+    assert wanted in message, message
+    return message
