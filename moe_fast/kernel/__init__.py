@@ -1,14 +1,19 @@
 """The megakernel, one file per role.
 
+constants   sizes of tiles and stages, fields of words, indices of counters
+limits      what the kernel can't do, in words
 shapes      compile-time choices and the sizes that follow from them
+regions     how the symmetric heap and the workspace are cut up; tables of a placement
 signals     waits with a deadline, the abort flag, the error record
 gate        logits, scores, top-k, and the place of every route inside its token tile
+scans       what the 256 consumer threads of a block do together
 plan        counts exchange, exact offsets, the send list
 solver      rows of an expert to its replicas, by one warp: the exact plan of `moe_ref.balance`
 replicas    the planner's tables where experts have replicas
 dispatch    rows to their owners
 tokens      the second wire format: a token once to each rank ...
 sums        ... and one partial sum back
+transport   the second transport: NVSHMEM's puts and signals
 scheduler   which task comes next: an ordered list, or the Scheduler with its mailboxes
 subscriber  arrivals become ready tasks
 gemm        TMA loads, the wgmma main loop, the epilogue

@@ -298,7 +298,7 @@ def combine(
         bits = claim(k, a, side, first // TOKEN_TILE, ((1 << count) - 1) << shift, lane) >> shift
         bits = bits & ((1 << each) - 1)
         if bits != 0:
-            # lane l waits for token l % 4 of the turn
+            # lane l waits for token l % each of the turn
             token = min(first + (lane & (each - 1)), a.tokens - 1)
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
             go = wait_reached(

@@ -38,7 +38,6 @@ COUNTS = RANKS + TILE_ROWS * MAX_TOP_K
 SELECTION_BIAS = COUNTS + 8 * 256
 ROUTER_BIAS = SELECTION_BIAS + 256
 """[E] each, fp32"""
-SCRATCH_WORDS = ROUTER_BIAS + 256
 
 
 @cute.jit
@@ -317,7 +316,7 @@ def choose_rows(
                 factor = factor / cute.arch.fmax(sum_, Float32(TINY))
             for j in cutlass.range_constexpr(k.top_k):
                 weight = cute.arch.load(scratch + WEIGHTS + row * k.top_k + j, Int32).bitcast(Float32)
-                if tile * TILE_ROWS + own + half * 8 < a.tokens:
+                if tile * TILE_ROWS + row < a.tokens:
                     route = (tile * TILE_ROWS + row) * k.top_k + j
                     write(a.expert, route, cute.arch.load(scratch + IDS + row * k.top_k + j, Int32))
                     write(a.weight, route, weight * factor, Float32)

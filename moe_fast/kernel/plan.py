@@ -117,7 +117,7 @@ def make_plan(
     sync_consumers()
     if cutlass.const_expr(k.put):
         if thread < 32:
-            put_counts(k, a, row, counts_signal(epoch), thread)
+            put_counts(k, a, row, counts_signal(epoch))
     # a single rank has told itself what it knows: this block reads its counts again after the barrier below
     if cutlass.const_expr(k.ranks > 1):
         if thread < k.ranks:

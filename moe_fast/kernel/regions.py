@@ -13,7 +13,7 @@ import numpy as np
 from moe_fast.kernel.constants import COUNTER_WORDS, PLAN_WORDS, TILE_ROWS, TOKEN_TILE
 from moe_fast.kernel.limits import most_rounds
 from moe_fast.kernel.shapes import KernelShape
-from moe_ref.layout import ROUNDS, SIDES, align_up, ceil_div
+from moe_ref.layout import SIDES, align_up, ceil_div
 from moe_ref.placement import Placement
 
 
@@ -47,7 +47,7 @@ def buffer_rows(shape: KernelShape, max_tokens: int) -> int:
 
 def all_rows(shape: KernelShape, max_tokens: int) -> int:
     """Rows of the dispatch buffer, both sides: B * R, in the fixed layout P * R * B * X * C (results included)."""
-    return buffer_rows(shape, max_tokens) * SIDES * (shape.ranks * ROUNDS if shape.fixed else 1)
+    return buffer_rows(shape, max_tokens) * shape.row_factor
 
 
 def most_tiles(shape: KernelShape, max_tokens: int) -> int:

@@ -343,7 +343,8 @@ class KernelShape:
 
     @property
     def row_pitch(self) -> int:
-        """bytes from one row of the dispatch buffer to the next: H * 2 (+ 128 with put-with-signal, for the home)"""
+        """bytes from one row of the dispatch buffer to the next: H * element size (+ 128 with put-with-signal, for the
+        home)"""
         return self.hidden * self.element_size + (PACKET_TAIL if self.put else 0)
 
     @property

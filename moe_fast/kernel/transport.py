@@ -121,7 +121,7 @@ def nvshmem_signal(signal: GlobalPointer(Uint64), value: Uint64, operation: Int3
 
 
 @cute.jit
-def put_counts(k: cutlass.Constexpr[KernelShape], a: Args, row: Int32, signal: Int32, lane: Int32):
+def put_counts(k: cutlass.Constexpr[KernelShape], a: Args, row: Int32, signal: Int32):
     """A whole warp: this rank's row of counts, which lies in its own memory, to all others, with its signal.
 
     row: index of its first word. The caller has made it visible to this warp.
