@@ -197,6 +197,7 @@ class Buffers:
     before_PE: Tensor
     chosen_SK: Tensor
     shared_SH: Tensor | None = None
+    dealt_tiles: int = 0
     results_RH: Tensor | None = None
     partial_NH: Tensor | None = None
     sent_PG: Tensor | None = None
@@ -612,15 +613,15 @@ class Engine:
         else:
             rows = half("rows", dtype).view(self.rows, -1)[:, : shape.hidden]
             returned = None if shape.by_token else half("returned", dtype).view(-1, shape.hidden)[:routes]
-        more = {}
+        plan = self.view(self.workspace, ws["plan"], torch.int32)
+        more: dict[str, Any] = {"dealt_tiles": int(plan[PlanWord.ROW_TILES])}
         if shape.by_token:
             back = half("returned", dtype).view(shape.ranks - 1, -1, shape.hidden)[:, :tokens]
-            more = {
+            more |= {
                 "results_RH": self.view(self.heap.memory, heap["results"], dtype).view(-1, shape.hidden),
                 "partial_NH": self._partials(back),
                 "sent_PG": self._sent_tokens(),
             }
-        plan = self.view(self.workspace, ws["plan"], torch.int32)
         chosen_SK, expert_SK = self.expert_ids(tokens)
         return Buffers(
             expert_SK,
@@ -630,7 +631,7 @@ class Engine:
             rows,
             self.view(self.workspace, ws["hidden"], dtype).view(-1, shape.intermediate),
             returned,
-            int(plan[PlanWord.ROW_TILES]),
+            int(plan[PlanWord.HELD_TILES if shape.carries else PlanWord.ROW_TILES]),
             before,
             chosen_SK,
             self.view(self.workspace, ws["shared_rows"], dtype).view(-1, shape.hidden)[:tokens]

@@ -69,9 +69,10 @@ class Counter:
 
 
 class PlanWord:
-    """Index of each word that the planner publishes."""
+    """Index of each word that the planner publishes. ROW_TILES are those that are dealt; where some are carried,
+    HELD_TILES are all of them."""
 
-    ROW_TILES, NEAR_ROWS, FAR_UNITS, STATUS, USABLE = range(5)
+    ROW_TILES, NEAR_ROWS, FAR_UNITS, STATUS, USABLE, HELD_TILES = range(6)
 
 
 class Status:

@@ -554,7 +554,7 @@ def traced() -> dict:
     remote = int(counts[rank].sum() - counts[rank, low:high].sum())
     assert engine.sent_rows == remote, f"{engine.sent_rows} rows sent to peers, {remote} routed to them"
     line = read_timeline(engine)
-    tasks = int(seen.row_tiles) * (shape.columns0 + shape.columns1)
+    tasks = seen.dealt_tiles * (shape.columns0 + shape.columns1)
     assert line.tasks == tasks, f"{line.tasks} tasks traced, {tasks} planned"
     plain = launcher(case, inputs)()
     assert torch.equal(plain, y), "tracing changes bits"
