@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
-from moe_fast.kernel.constants import FEW_ROWS, SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import CARRIED_ROWS, SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
 from moe_fast.kernel.gemm import (
     DTYPES,
@@ -140,11 +140,11 @@ def consume(
     b_frag = mma.make_fragment_B(thr.partition_B(sB))
     acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
     if cutlass.const_expr(k.carries):
-        few_mma = tiled_mma(dtype, FEW_ROWS)
+        few_mma = tiled_mma(dtype, CARRIED_ROWS)
         few_thr = few_mma.get_slice(group * 128)
         w_frag = few_mma.make_fragment_A(few_thr.partition_A(sB))
         few_frag = few_mma.make_fragment_B(few_thr.partition_B(sE))
-        few_acc = cute.make_rmem_tensor(few_thr.partition_shape_C((TILE_COLUMNS, FEW_ROWS)), Float32)
+        few_acc = cute.make_rmem_tensor(few_thr.partition_shape_C((TILE_COLUMNS, CARRIED_ROWS)), Float32)
     copy = ()
     if cutlass.const_expr(dtype is not Float32):
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -170,9 +170,9 @@ def consume(
                     depth = Int32(k.shared_depth1)
             filled = filled_rows(word)
             if cutlass.const_expr(k.carries):
-                if group == 1 and filled > TILE_ROWS:
-                    # the ring of the carried rows is the warpgroup's last buffer: free once the storer has read it
-                    cute.arch.mbarrier_wait(chunk_empty + 3, (parity & 1) ^ 1)
+                if filled > TILE_ROWS:
+                    # the ring of the carried rows is both warpgroups' second buffer: free once the storer has read it
+                    cute.arch.mbarrier_wait(chunk_empty + (group * 2 + 1), (parity & 1) ^ 1)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
@@ -192,7 +192,7 @@ def consume(
                 acc.fill(0.0)
             if cutlass.const_expr(k.carries):
                 if filled > TILE_ROWS:
-                    few_row = (row_tile + 1) * TILE_ROWS + lane % FEW_ROWS
+                    few_row = (row_tile + 1) * TILE_ROWS + lane % CARRIED_ROWS
                     few_home = Int32(0)
                     if kind != GEMM0:
                         few_home = home_of(k, a, side, few_row)
@@ -209,7 +209,7 @@ def consume(
                         turn_few(k, dtype, True, few_acc, own, address, column, group, thread)
                     else:
                         address = home_address(
-                            k, a, side, few_home, TILE_ROWS + lane % FEW_ROWS < filled, peers, few_row, few_row
+                            k, a, side, few_home, TILE_ROWS + lane % CARRIED_ROWS < filled, peers, few_row, few_row
                         )
                         turn_few(k, dtype, False, few_acc, own, address, column, group, thread)
                 elif group == 0 or filled > TILE_ROWS // 2:

@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from moe_fast.kernel.constants import (
     AHEAD,
-    FEW_ROWS,
+    CARRIED_ROWS,
     HALF_COLUMNS,
     HOME_BITS,
     LINE_BYTES,
@@ -139,7 +139,7 @@ def load_carrying(
     few_free: cute.Pointer,
     turn: Int32,
 ) -> Int32:
-    """As `load_product`, for a full row tile and FEW_ROWS rows of the next one; returns the new running count.
+    """As `load_product`, for a full row tile and CARRIED_ROWS rows of the next one; returns the new running count.
 
     The few rows have a ring of their own in the epilogue buffers. It is free only when the consumers are through with
     the task before (few_free, a phase for each such task; turn: how many there were): the first stages get their other
@@ -152,7 +152,9 @@ def load_carrying(
                 cute.arch.mbarrier_arrive(asked)
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + FEW_ROWS + TILE_COLUMNS) * LINE_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                full + stage, (TILE_ROWS + CARRIED_ROWS + TILE_COLUMNS) * LINE_BYTES
+            )
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
@@ -282,12 +284,12 @@ def multiply_carrying(
     count: Int32,
     depth: Int32,
 ) -> Int32:
-    """As `multiply`, and beside it the product of the FEW_ROWS rows, with its operands in turned roles: out^T =
-    W rows^T, blocks of 64 weight rows (w_frag, the same memory as b_frag) by FEW_ROWS rows.
+    """As `multiply`, and beside it the product of the CARRIED_ROWS rows, with its operands in turned roles: out^T =
+    W rows^T, blocks of 64 weight rows (w_frag, the same memory as b_frag) by CARRIED_ROWS rows.
 
     Warpgroup g takes the weights' blocks g and 2 + g, so gate and up values of a column are one thread's, as in `acc`.
     """
-    mma, few_mma = tiled_mma(dtype), tiled_mma(dtype, FEW_ROWS)
+    mma, few_mma = tiled_mma(dtype), tiled_mma(dtype, CARRIED_ROWS)
     blocks = cute.size(a_frag, mode=[2])
     mma.set(warpgroup.Field.ACCUMULATE, False)
     few_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -559,10 +561,10 @@ def turn_few(
     """A consumer warp stores its columns of the carried rows: the activation of a first product, or the results of a
     second one.
 
-    base: 1024 bytes of this warp's own in the epilogue buffers, which must be free. address: in lane l the first byte
-    of row l % 16, 0 for none. Of each of the two blocks of weight rows the warp has 16: output columns here. A thread
-    holds columns lane // 4 + {0, 8} of rows 2 (lane % 4) + {0, 1} + {0, 8}; through shared memory they become 16 rows
-    of 32 bytes, one store of 16 bytes for each lane.
+    base: this warp's own 2048 bytes of an epilogue buffer, which must be free. address: in lane l the first byte of
+    row l, 0 for none. Of each of the two blocks of weight rows the warp has 16: output columns here. A thread holds
+    columns lane // 4 + {0, 8} of rows 2 (lane % 4) + {0, 1} + {0, 8, 16, 24}; through shared memory they become rows
+    of 32 bytes, of which a store takes 16.
     """
     vector = ir.VectorType.get([4], Int32.mlir_type)
     lane, warp = thread % 32, thread % 128 // 32
@@ -571,9 +573,9 @@ def turn_few(
     turned = 1 if gated else 2
     width = k.intermediate if kind_first else k.hidden
     here = HALF_COLUMNS if gated else TILE_COLUMNS
-    size = FEW_ROWS // 2
+    size = CARRIED_ROWS // 2
     for b in cutlass.range_constexpr(turned):
-        place = cute.make_tensor(base + b * (FEW_ROWS * 16), cute.make_layout((FEW_ROWS, 16), stride=(16, 1)))
+        place = cute.make_tensor(base + b * (CARRIED_ROWS * 16), cute.make_layout((CARRIED_ROWS, 16), stride=(16, 1)))
         for v in cutlass.range_constexpr(size):
             value = few_acc[b * size + v]
             if cutlass.const_expr(gated):
@@ -586,12 +588,13 @@ def turn_few(
                 value = activate(k.activation, value)
             place[lane % 4 * 2 + v % 2 + v // 4 * 8, lane // 4 + v // 2 % 2 * 8] = value.to(dtype)
     cute.arch.sync_warp()
-    to = cute.arch.shuffle_sync(address, lane // 2)
-    for b in cutlass.range_constexpr(turned):
-        first = column * here + b * HALF_COLUMNS + group * 64 + warp * 16
-        piece = cute.arch.load(base + b * (FEW_ROWS * 16) + lane * 8, vector, ss="cta")
-        if to >= LOWEST and (width % here == 0 or first < width):
-            cute.arch.store(gmem(to + Int64(first) * 2 + lane % 2 * 16, Int32, 16), piece)
+    for part in cutlass.range_constexpr(CARRIED_ROWS // 16):
+        to = cute.arch.shuffle_sync(address, part * 16 + lane // 2)
+        for b in cutlass.range_constexpr(turned):
+            first = column * here + b * HALF_COLUMNS + group * 64 + warp * 16
+            piece = cute.arch.load(base + (b * CARRIED_ROWS + part * 16) * 16 + lane * 8, vector, ss="cta")
+            if to >= LOWEST and (width % here == 0 or first < width):
+                cute.arch.store(gmem(to + Int64(first) * 2 + lane % 2 * 16, Int32, 16), piece)
     # the buffers are written anew by what follows
     cute.arch.sync_warp()
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from moe_fast.kernel.constants import FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
+from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
 from moe_fast.kernel.gemm import load_bias, load_carrying, load_logits, load_product
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
@@ -33,8 +33,8 @@ def load(
     aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
     aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
     aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
-    few: tuple, bias: tuple, shared: tuple, sE: cute.Tensor, sA: cute.Tensor, sAh: cute.Tensor, sAf: cute.Tensor,
-    sBh: cute.Tensor, sG: cute.Tensor,
+    few: tuple, bias: tuple, shared: tuple, following: tuple, sE: cute.Tensor, sA: cute.Tensor, sAh: cute.Tensor,
+    sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
     few_free: cute.Pointer, side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
@@ -120,8 +120,9 @@ def load(
     turn = Int32(0)
     if cutlass.const_expr(k.carries):
         pairs = []
-        for atom, tensor in ((aRowsFew, tRowsFew), (aHiddenFew, tHiddenFew)):
-            tiled = cute.local_tile(tensor, (FEW_ROWS, k.line), (None, None))
+        aRowsNext, tRowsNext, aHiddenNext, tHiddenNext = following
+        for atom, tensor in ((aRowsNext, tRowsNext), (aHiddenNext, tHiddenNext)):
+            tiled = cute.local_tile(tensor, (CARRIED_ROWS, k.line), (None, None))
             pairs.append(cpasync.tma_partition(atom, 0, one, cute.group_modes(sE, 0, 2), cute.group_modes(tiled, 0, 2)))
         (sRowsNext, gRowsNext), (sHiddenNext, gHiddenNext) = pairs
 
@@ -189,9 +190,10 @@ def load(
                 if filled_rows(word) > TILE_ROWS:
                     # a full row tile and the few rows of the next one
                     routed = Boolean(False)
-                    following = row_tile + 1
+                    next_tile = row_tile + 1
+                    boxes = TILE_ROWS // CARRIED_ROWS
                     if kind == GEMM0:
-                        for tile in (row_tile, following):
+                        for tile in (row_tile, next_tile):
                             wait_reached(
                                 arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, tile,
                                 "sys",
@@ -200,9 +202,8 @@ def load(
                         first = side * (a.rows // TILE_ROWS)
                         count = load_carrying(
                             k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows, aFirst,
-                            gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst, aRowsFew,
-                            gRowsNext[(None, (first + following) * (TILE_ROWS // FEW_ROWS), None)], sRowsNext, asked,
-                            few_free, turn,
+                            gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst, aRowsNext,
+                            gRowsNext[(None, (first + next_tile) * boxes, None)], sRowsNext, asked, few_free, turn,
                         )  # fmt: skip
                     else:
                         wait_reached(
@@ -213,8 +214,8 @@ def load(
                         count = load_carrying(
                             k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
                             gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)], sSecond,
-                            aHiddenFew, gHiddenNext[(None, following * (TILE_ROWS // FEW_ROWS), None)], sHiddenNext,
-                            asked, few_free, turn,
+                            aHiddenNext, gHiddenNext[(None, next_tile * boxes, None)], sHiddenNext, asked, few_free,
+                            turn,
                         )  # fmt: skip
                     turn += 1
             if routed:

@@ -27,7 +27,16 @@ import cutlass.utils as utils
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from moe_fast.kernel.constants import FEW_ROWS, HALF_COLUMNS, STAGES, THREADS, TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import (
+    CARRIED_ROWS,
+    FEW_ROWS,
+    HALF_COLUMNS,
+    STAGES,
+    THREADS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    PlanWord,
+)
 from moe_fast.kernel.consumer import consume
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
@@ -134,9 +143,13 @@ class MegaKernel:
             shared += (*cpasync.make_tiled_tma_atom(store, mSharedHidden, lC1, chunk_box),)
             shared += (*cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box, **rounded),)
 
-        # of the rows that go along with a full row tile: a ring in one of the epilogue buffers, the address of hidden
-        lE = cute.tile_to_shape(atom, (FEW_ROWS, k.line, STAGES), order=(0, 1, 2))
-        carried = (mHidden,) if k.carries else ()
+        # the rows that go along with a full row tile, and their ring in the epilogue buffers
+        lE = cute.tile_to_shape(atom, (CARRIED_ROWS, k.line, STAGES), order=(0, 1, 2))
+        following, hidden = (), ()
+        if cutlass.const_expr(k.carries):
+            lE1, hidden = cute.slice_(lE, (None, None, 0)), (mHidden,)
+            for rows in (mRows, mHidden):
+                following += (*cpasync.make_tiled_tma_atom(load, rows, lE1, (CARRIED_ROWS, k.line)),)
 
         @cute.struct
         class Shared:
@@ -160,7 +173,7 @@ class MegaKernel:
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, carried, lE, lA, lA1, lAh, lAf,
+            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden, lE, lA, lA1, lAh, lAf,
             lB, lBh, lG, lC, lCs, lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
@@ -172,7 +185,7 @@ class MegaKernel:
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
         aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
         aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, few: tuple, bias: tuple, shared: tuple,
-        carried: tuple, lE: cute.ComposedLayout,
+        following: tuple, hidden: tuple, lE: cute.ComposedLayout,
         lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lAf: cute.ComposedLayout,
         lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
@@ -181,8 +194,9 @@ class MegaKernel:
 
         few: atoms and tensors of dispatched rows and hidden activations in boxes of FEW_ROWS rows.
         bias: atoms and tensors of the biases of both products; shared: of the shared expert's first and second weight,
-        hidden to load and hidden to store, and of the tokens; both empty for a layer without. carried: the hidden
-        activations, where row tiles are carried.
+        hidden to load and hidden to store, and of the tokens; both empty for a layer without. following: atoms
+        and tensors of dispatched rows and hidden activations in boxes of CARRIED_ROWS rows, hidden: the activations
+        themselves, where row tiles are carried.
         """
         k = self.shape
         thread, _, _ = cute.arch.thread_idx()
@@ -206,7 +220,19 @@ class MegaKernel:
         few_free = s.few_free.data_ptr()
         over = cute.recast_ptr(s.over.data_ptr(), dtype=Int32)
         if warp_id == 0:
-            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut, *few[::2], *bias[::2], *shared[::2]):
+            for descriptor in (
+                aX,
+                aRouter,
+                aRows,
+                aHidden,
+                aFirst,
+                aSecond,
+                aOut,
+                *few[::2],
+                *bias[::2],
+                *shared[::2],
+                *following[::2],
+            ):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
@@ -218,7 +244,7 @@ class MegaKernel:
                 for i in cutlass.range_constexpr(k.sent):
                     cute.arch.mbarrier_init(sent + i, 8)
                 if cutlass.const_expr(k.carries):
-                    cute.arch.mbarrier_init(few_free, 4)
+                    cute.arch.mbarrier_init(few_free, 8)
                 cute.arch.store(over, Int32(0))
                 for i in cutlass.range_constexpr(k.words):
                     cute.arch.mbarrier_init(word_full + i, 1)
@@ -239,8 +265,8 @@ class MegaKernel:
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
         # what TF32 leaves of a step of tokens, for the gate of float32 layers; as large as half of sC
         sRest = s.sC.get_tensor(lA1.outer, swizzle=lA1.inner, dtype=operand_type(self.dtype))
-        # the last of the four epilogue buffers
-        sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr() + 3 * 64 * k.line, lE.inner), lE.outer)
+        # both warpgroups' second epilogue buffer
+        sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr() + 2 * 64 * k.line, lE.inner), lE.outer)
         sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
         token_tiles = ceil_div(a.tokens, TILE_ROWS)
@@ -251,8 +277,8 @@ class MegaKernel:
                 if warp_id == 0:
                     load(
                         k, a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
-                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, sE, sA, sAh, sAf,
-                        sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked,
+                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, sE,
+                        sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked,
                         few_free, side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
@@ -275,7 +301,7 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             consume(
-                k, a, sA, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in carried), s.sA.data_ptr(),
+                k, a, sA, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
                 few_free, sent, slots, word_full, word_empty, epoch, side, block, blocks, processors, token_tiles,
                 thread - 128,

@@ -329,7 +329,7 @@ class KernelShape:
 
     @property
     def carries(self) -> bool:
-        """Whether a row tile of at most FEW_ROWS rows is computed by the tasks of its expert's tile before it, see
+        """Whether a row tile of at most CARRIED_ROWS rows is computed by the tasks of its expert's tile before it, see
         `carry`. Written for 16-bit layers that store rows into exact places."""
         plain = not (self.placed or self.fixed or self.put or self.by_token)
         plain = plain and not (self.expert_bias or self.shared_intermediate)

@@ -15,7 +15,7 @@ import pytest
 import moe_fast.kernel
 from moe_fast import compiler
 from moe_fast.kernel import carry
-from moe_fast.kernel.constants import EARLY, FEW_ROWS, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.constants import CARRIED_ROWS, EARLY, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
@@ -41,7 +41,7 @@ def kernel_function(module: str, name: str, **names: Any) -> Any:
 def rows_of_experts(seed: int) -> list[int]:
     """Rows of 1 to 40 experts, with every interesting remainder among them."""
     random = np.random.default_rng(seed)
-    edges = [0, 1, 16, 17, 127, 128, 129, 143, 144, 145, 255, 256, 257, 272, 273]
+    edges = [128 * n + rest for n in range(3) for rest in (0, 1, CARRIED_ROWS, CARRIED_ROWS + 1, 127)]
     count = int(random.integers(1, 41))
     return [int(random.choice(edges)) if random.random() < 0.6 else int(random.integers(0, 700)) for _ in range(count)]
 
@@ -53,7 +53,7 @@ def test_tasks_of_an_expert_hold_each_of_its_rows_once(rows):
     assert sum(tasks) == rows
     assert tasks.count(0) == carry.carried_tiles(rows)
     # only the last tile is ever carried, only by a full one, and only where a few rows are left
-    carried = rows > TILE_ROWS and 0 < rows % TILE_ROWS <= FEW_ROWS
+    carried = rows > TILE_ROWS and 0 < rows % TILE_ROWS <= CARRIED_ROWS
     assert carry.carried_tiles(rows) == carried
     for b, task in zip(begun, tasks, strict=True):
         assert task == 0 or carry.carries(task) == (task > TILE_ROWS)
@@ -177,7 +177,7 @@ def test_values_of_carried_rows_go_to_their_rows_and_columns(config, first):
     column = (width - 1) // here
     memory: dict[int, float] = {}
     shared: dict[int, float] = {}
-    address = [(1 << 30) + row * 65536 if row != 5 else 0 for row in range(FEW_ROWS)]
+    address = [(1 << 30) + row * 65536 if row != 5 else 0 for row in range(CARRIED_ROWS)]
 
     class Block:
         def __init__(self, base: int, layout: tuple) -> None:
@@ -198,12 +198,12 @@ def test_values_of_carried_rows_go_to_their_rows_and_columns(config, first):
         )
 
     arch = types.SimpleNamespace(
-        sync_warp=lambda: None, shuffle_sync=lambda value, lane: address[lane % FEW_ROWS], store=store,
+        sync_warp=lambda: None, shuffle_sync=lambda value, lane: address[lane], store=store,
         load=lambda at, kind, ss: [shared.get(at + i, -1.0) for i in range(8)],
     )  # fmt: skip
     run = kernel_function(
-        "gemm", "turn_few", FEW_ROWS=FEW_ROWS, HALF_COLUMNS=HALF_COLUMNS, TILE_COLUMNS=TILE_COLUMNS, LOWEST=1 << 24,
-        activate=lambda name, x: x, gmem=lambda at, kind, align: at,
+        "gemm", "turn_few", CARRIED_ROWS=CARRIED_ROWS, HALF_COLUMNS=HALF_COLUMNS, TILE_COLUMNS=TILE_COLUMNS,
+        LOWEST=1 << 24, activate=lambda name, x: x, gmem=lambda at, kind, align: at,
         ir=types.SimpleNamespace(VectorType=types.SimpleNamespace(get=lambda *_: None)),
         cute=types.SimpleNamespace(
             arch=arch, make_tensor=Block, make_layout=lambda shape, stride: (shape, stride),
@@ -216,12 +216,12 @@ def test_values_of_carried_rows_go_to_their_rows_and_columns(config, first):
             group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
             acc = []
             for block in range(2):
-                for v in range(8):
+                for v in range(CARRIED_ROWS // 2):
                     c, row = weight_row(block, group, warp, lane, v)
                     acc.append(Value(row * 1000 + c) if not gated else Value([row + 1, c % HALF_COLUMNS + 1][block]))
-            run(k, None, first, acc, (group * 4 + warp) * 4096, address[lane % 16], column, group, thread)
+            run(k, None, first, acc, (group * 4 + warp) * 4096, address[lane], column, group, thread)
     want = {}
-    for row in range(FEW_ROWS):
+    for row in range(CARRIED_ROWS):
         for c in range(here):
             if address[row] and column * here + c < width:
                 value = (row + 1) * (c + 1) if gated else row * 1000 + c
@@ -231,8 +231,8 @@ def test_values_of_carried_rows_go_to_their_rows_and_columns(config, first):
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_thread_of_the_turned_product_holds_what_the_epilogue_takes_it_for(group):
-    """The DSL's own partition of out^T, 256 weight rows by FEW_ROWS rows: the order of a thread's values; and blocks g
-    and 2 + g of the weights for warpgroup g."""
+    """The DSL's own partition of out^T, 256 weight rows by CARRIED_ROWS rows: the order of a thread's values; and
+    blocks g and 2 + g of the weights for warpgroup g."""
     try:
         cute = compiler.import_cutlass()
     except BackendUnavailable as error:
@@ -241,22 +241,23 @@ def test_a_thread_of_the_turned_product_holds_what_the_epilogue_takes_it_for(gro
 
     from moe_fast.kernel.gemm import tiled_mma
 
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int, int]] = []
 
     @cute.jit
     def look():
-        mma = tiled_mma(cutlass.BFloat16, FEW_ROWS)
-        for inside in cutlass.range_constexpr(128):
-            part = mma.get_slice(group * 128 + inside).partition_C(cute.make_identity_tensor((TILE_COLUMNS, FEW_ROWS)))
-            for v in cutlass.range_constexpr(16):
-                m, n = part[v]
-                found.append((inside, int(m), int(n)))
+        mma = tiled_mma(cutlass.BFloat16, CARRIED_ROWS)
+        whole = cute.make_identity_tensor((TILE_COLUMNS, CARRIED_ROWS))
+        for warp in cutlass.range_constexpr(4):
+            for lane in cutlass.range_constexpr(32):
+                part = mma.get_slice(group * 128 + warp * 32 + lane).partition_C(whole)
+                for v in cutlass.range_constexpr(CARRIED_ROWS):
+                    m, n = part[v]
+                    found.append((warp, lane, int(m), int(n)))
 
     look()
-    assert len(found) == 128 * 16
-    for number, (inside, m, n) in enumerate(found):
-        v, lane, warp = number % 16, inside % 32, inside // 32
-        block, v = v // 8, v % 8
+    assert len(found) == 128 * CARRIED_ROWS
+    for number, (warp, lane, m, n) in enumerate(found):
+        block, v = divmod(number % CARRIED_ROWS, CARRIED_ROWS // 2)
         assert m == block * HALF_COLUMNS + group * 64 + warp * 16 + lane // 4 + v // 2 % 2 * 8
         assert n == lane % 4 * 2 + v % 2 + v // 4 * 8
 
