@@ -180,7 +180,8 @@ class Buffers:
     """What the last call left in memory, for comparison.
 
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
-    returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity.
+    dealt_tiles: row tiles that have tasks of their own. returned_NH: row (token, choice); of
+    masked routes anything. before_PE, chosen_SK: before the capacity.
 
     In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row
     (token, rank), what came back, zeros where nothing did; sent_PG: tokens from rank to rank, each counted once.

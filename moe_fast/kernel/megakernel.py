@@ -278,8 +278,8 @@ class MegaKernel:
                     load(
                         k, a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
                         tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, sE,
-                        sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked,
-                        few_free, side, block, processors, token_tiles,
+                        sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
+                        word_empty, asked, few_free, side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
