@@ -17,7 +17,7 @@ FEW_ROWS = 16
 """Rows of a task that are loaded where the others are padding, if there aren't more; else 64 or 128."""
 CARRIED_ROWS = 32
 """Rows of an expert's last row tile that the tasks of the tile before compute, too, if there aren't more; see `carry`.
-Their ring is that of the epilogue buffers' second half: 32 rows of a stage are the most that fit."""
+Their ring is half of the epilogue buffers: 32 rows of a stage are the most that fit."""
 HALF_COLUMNS = 128
 """Rows of a weight matrix that one TMA load brings; a task takes two of them, which need not be neighbours."""
 STAGES = 4

@@ -171,8 +171,8 @@ def consume(
             filled = filled_rows(word)
             if cutlass.const_expr(k.carries):
                 if filled > TILE_ROWS:
-                    # the ring of the carried rows is both warpgroups' second buffer: free once the storer has read it
-                    cute.arch.mbarrier_wait(chunk_empty + (group * 2 + 1), (parity & 1) ^ 1)
+                    # the ring of the carried rows is both warpgroups' first buffer: free once the storer has read it
+                    cute.arch.mbarrier_wait(chunk_empty + group * 2, (parity & 1) ^ 1)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
@@ -201,9 +201,9 @@ def consume(
                     )
                     # the other warpgroup may still read the ring out of the buffers
                     sync_consumers()
-                    # like every pair of chunks: the storer may still be reading a hidden tile out of it
-                    cute.arch.mbarrier_wait(chunk_empty + group * 2, (parity & 1) ^ 1)
-                    own = memory + group * (64 * k.line) + warp_id % 4 * (16 * k.line)
+                    # the second buffer: the storer may still be reading a hidden tile out of it
+                    cute.arch.mbarrier_wait(chunk_empty + (group * 2 + 1), (parity & 1) ^ 1)
+                    own = memory + (group + 2) * (64 * k.line) + warp_id % 4 * (16 * k.line)
                     if kind == GEMM0:
                         address = hidden[0].toint() + Int64(few_row) * (k.intermediate * k.element_size)
                         turn_few(k, dtype, True, few_acc, own, address, column, group, thread)

@@ -265,8 +265,8 @@ class MegaKernel:
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
         # what TF32 leaves of a step of tokens, for the gate of float32 layers; as large as half of sC
         sRest = s.sC.get_tensor(lA1.outer, swizzle=lA1.inner, dtype=operand_type(self.dtype))
-        # both warpgroups' second epilogue buffer
-        sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr() + 2 * 64 * k.line, lE.inner), lE.outer)
+        # both warpgroups' first epilogue buffer
+        sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr(), lE.inner), lE.outer)
         sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
         token_tiles = ceil_div(a.tokens, TILE_ROWS)
