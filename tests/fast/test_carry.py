@@ -3,16 +3,14 @@ values of their product belong; the kernel's own functions, run on the CPU."""
 
 from __future__ import annotations
 
-import ast
 import types
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kernel_source import kernel_function
 
-import moe_fast.kernel
 from moe_fast import compiler
 from moe_fast.kernel import carry
 from moe_fast.kernel.constants import CARRIED_ROWS, EARLY, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
@@ -23,19 +21,6 @@ from moe_ref.runtime.encoding import reached
 
 QWEN3 = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
 PAPER = MoEConfig(2048, 2048, 128, 2, activation="relu", gated=False, dtype="bfloat16")
-
-
-def kernel_function(module: str, name: str, **names: Any) -> Any:
-    """A function of `moe_fast.kernel` as plain Python, with stand-ins for what it calls; see the lines below for those
-    that all have."""
-    tree = ast.parse((Path(moe_fast.kernel.__path__[0]) / f"{module}.py").read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    found.decorator_list = []
-    cutlass = types.SimpleNamespace(const_expr=lambda value: value, range_constexpr=range, Constexpr=defaultdict(int))
-    space = {"cutlass": cutlass, "Int32": int, "Int64": int, "Boolean": bool} | names
-    code = ast.Module([ast.ImportFrom("__future__", [ast.alias("annotations")], 0), found], [])
-    exec(compile(ast.fix_missing_locations(code), f"{module}.py", "exec"), space)
-    return space[name]
 
 
 def rows_of_experts(seed: int) -> list[int]:
@@ -87,7 +72,6 @@ class Tables(types.SimpleNamespace):
 def tables(rows: list[int], pushed: list[tuple[int, int]], side: int = 1) -> tuple[Tables, list[tuple[int, int]], int]:
     """What `publish_tasks` writes for slots of `rows` rows; the (slot, first row) of every row tile, and how many are
     carried. pushed: of each slot, first and end of the rows that are early."""
-    k = KernelShape.from_config(QWEN3.replace(experts=max(len(rows), 8)), 1)
     slots = len(rows)
     k = types.SimpleNamespace(slots=slots)
     first, carried_before, places = [], [], []
@@ -117,7 +101,8 @@ def test_planner_deals_every_row_once_and_waits_for_every_tile(seed):
     """Numbers without gaps, translated both ways; arrivals are expected of carried tiles, too."""
     rows = rows_of_experts(seed)
     random = np.random.default_rng(1000 + seed)
-    pushed = [tuple(sorted(int(v) for v in random.integers(0, r + 1, 2))) for r in rows]
+    ends = [sorted(int(v) for v in random.integers(0, r + 1, 2)) for r in rows]
+    pushed = [(low, high) for low, high in ends]
     a, places, carried = tables(rows, pushed)
     dealt = len(places) - carried
     at, slot, filled = (a.entries(name) for name in ("tile_at", "tile_slot", "tile_rows"))
@@ -238,6 +223,7 @@ def test_a_thread_of_the_turned_product_holds_what_the_epilogue_takes_it_for(gro
     except BackendUnavailable as error:
         pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
     import cutlass
+    from cutlass import range_constexpr  # pyright: ignore[reportPrivateImportUsage]
 
     from moe_fast.kernel.gemm import tiled_mma
 
@@ -247,10 +233,10 @@ def test_a_thread_of_the_turned_product_holds_what_the_epilogue_takes_it_for(gro
     def look():
         mma = tiled_mma(cutlass.BFloat16, CARRIED_ROWS)
         whole = cute.make_identity_tensor((TILE_COLUMNS, CARRIED_ROWS))
-        for warp in cutlass.range_constexpr(4):
-            for lane in cutlass.range_constexpr(32):
+        for warp in range_constexpr(4):
+            for lane in range_constexpr(32):
                 part = mma.get_slice(group * 128 + warp * 32 + lane).partition_C(whole)
-                for v in cutlass.range_constexpr(CARRIED_ROWS):
+                for v in range_constexpr(CARRIED_ROWS):
                     m, n = part[v]
                     found.append((warp, lane, int(m), int(n)))
 
