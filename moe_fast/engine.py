@@ -180,7 +180,8 @@ class Buffers:
     """What the last call left in memory, for comparison.
 
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
-    returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity.
+    dealt_tiles: row tiles that have tasks of their own. returned_NH: row (token, choice); of
+    masked routes anything. before_PE, chosen_SK: before the capacity.
 
     In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row
     (token, rank), what came back, zeros where nothing did; sent_PG: tokens from rank to rank, each counted once.
@@ -197,6 +198,7 @@ class Buffers:
     before_PE: Tensor
     chosen_SK: Tensor
     shared_SH: Tensor | None = None
+    dealt_tiles: int = 0
     results_RH: Tensor | None = None
     partial_NH: Tensor | None = None
     sent_PG: Tensor | None = None
@@ -612,15 +614,15 @@ class Engine:
         else:
             rows = half("rows", dtype).view(self.rows, -1)[:, : shape.hidden]
             returned = None if shape.by_token else half("returned", dtype).view(-1, shape.hidden)[:routes]
-        more = {}
+        plan = self.view(self.workspace, ws["plan"], torch.int32)
+        more: dict[str, Any] = {"dealt_tiles": int(plan[PlanWord.ROW_TILES])}
         if shape.by_token:
             back = half("returned", dtype).view(shape.ranks - 1, -1, shape.hidden)[:, :tokens]
-            more = {
+            more |= {
                 "results_RH": self.view(self.heap.memory, heap["results"], dtype).view(-1, shape.hidden),
                 "partial_NH": self._partials(back),
                 "sent_PG": self._sent_tokens(),
             }
-        plan = self.view(self.workspace, ws["plan"], torch.int32)
         chosen_SK, expert_SK = self.expert_ids(tokens)
         return Buffers(
             expert_SK,
@@ -630,7 +632,7 @@ class Engine:
             rows,
             self.view(self.workspace, ws["hidden"], dtype).view(-1, shape.intermediate),
             returned,
-            int(plan[PlanWord.ROW_TILES]),
+            int(plan[PlanWord.HELD_TILES if shape.carries else PlanWord.ROW_TILES]),
             before,
             chosen_SK,
             self.view(self.workspace, ws["shared_rows"], dtype).view(-1, shape.hidden)[:tokens]

@@ -15,6 +15,9 @@ LINE_BYTES = 128
 """Bytes of a row in one pipeline stage and in one epilogue buffer: the widest TMA swizzle."""
 FEW_ROWS = 16
 """Rows of a task that are loaded where the others are padding, if there aren't more; else 64 or 128."""
+CARRIED_ROWS = 32
+"""Rows of an expert's last row tile that the tasks of the tile before compute, too, if there aren't more; see `carry`.
+Their ring is half of the epilogue buffers: 32 rows of a stage are the most that fit."""
 HALF_COLUMNS = 128
 """Rows of a weight matrix that one TMA load brings; a task takes two of them, which need not be neighbours."""
 STAGES = 4
@@ -69,9 +72,10 @@ class Counter:
 
 
 class PlanWord:
-    """Index of each word that the planner publishes."""
+    """Index of each word that the planner publishes. ROW_TILES are those that are dealt; where some are carried,
+    HELD_TILES are all of them."""
 
-    ROW_TILES, NEAR_ROWS, FAR_UNITS, STATUS, USABLE = range(5)
+    ROW_TILES, NEAR_ROWS, FAR_UNITS, STATUS, USABLE, HELD_TILES = range(6)
 
 
 class Status:

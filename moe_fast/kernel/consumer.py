@@ -9,17 +9,19 @@ from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
-from moe_fast.kernel.constants import SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import CARRIED_ROWS, SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
 from moe_fast.kernel.gemm import (
     DTYPES,
     home_address,
     multiply,
+    multiply_carrying,
     multiply_exactly,
     pass_over,
     return_rows,
     store_chunks,
     tiled_mma,
+    turn_few,
 )
 from moe_fast.kernel.plan import (
     list_routes,
@@ -42,10 +44,11 @@ from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 @cute.jit
 def consume(
     k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
-    sC: cute.Tensor, sRest: cute.Tensor,
+    sC: cute.Tensor, sRest: cute.Tensor, sE: cute.Tensor, hidden: tuple,
     rows_memory: cute.Pointer, memory: cute.Pointer,
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
-    chunk_full: cute.Pointer, chunk_empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer,
+    chunk_full: cute.Pointer, chunk_empty: cute.Pointer, few_free: cute.Pointer, sent: cute.Pointer,
+    slots: cute.Pointer,
     word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
@@ -136,6 +139,12 @@ def consume(
     a_frag = mma.make_fragment_A(thr.partition_A(sA))
     b_frag = mma.make_fragment_B(thr.partition_B(sB))
     acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_ROWS, TILE_COLUMNS)), Float32)
+    if cutlass.const_expr(k.carries):
+        few_mma = tiled_mma(dtype, CARRIED_ROWS)
+        few_thr = few_mma.get_slice(group * 128)
+        w_frag = few_mma.make_fragment_A(few_thr.partition_A(sB))
+        few_frag = few_mma.make_fragment_B(few_thr.partition_B(sE))
+        few_acc = cute.make_rmem_tensor(few_thr.partition_shape_C((TILE_COLUMNS, CARRIED_ROWS)), Float32)
     copy = ()
     if cutlass.const_expr(dtype is not Float32):
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -160,6 +169,14 @@ def consume(
                 if kind != GEMM0 and not routed:
                     depth = Int32(k.shared_depth1)
             filled = filled_rows(word)
+            if cutlass.const_expr(k.carries):
+                if filled > TILE_ROWS:
+                    # the ring of the carried rows is both warpgroups' first buffer: free once the storer has read it
+                    cute.arch.mbarrier_wait(chunk_empty + group * 2, (parity & 1) ^ 1)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(few_free)
             # the wait for the first operands is not work
             cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
             start = now(k)
@@ -173,7 +190,33 @@ def consume(
             if cutlass.const_expr(k.put):
                 # nothing of the last product is left: else it would be kept in memory over the calls below
                 acc.fill(0.0)
-            if group == 0 or filled > TILE_ROWS // 2:
+            if cutlass.const_expr(k.carries):
+                if filled > TILE_ROWS:
+                    few_row = (row_tile + 1) * TILE_ROWS + lane % CARRIED_ROWS
+                    few_home = Int32(0)
+                    if kind != GEMM0:
+                        few_home = home_of(k, a, side, few_row)
+                    count = multiply_carrying(
+                        dtype, acc, few_acc, a_frag, b_frag, w_frag, few_frag, full, empty, count, depth
+                    )
+                    # the other warpgroup may still read the ring out of the buffers
+                    sync_consumers()
+                    # the second buffer: the storer may still be reading a hidden tile out of it
+                    cute.arch.mbarrier_wait(chunk_empty + (group * 2 + 1), (parity & 1) ^ 1)
+                    own = memory + (group + 2) * (64 * k.line) + warp_id % 4 * (16 * k.line)
+                    if kind == GEMM0:
+                        address = hidden[0].toint() + Int64(few_row) * (k.intermediate * k.element_size)
+                        turn_few(k, dtype, True, few_acc, own, address, column, group, thread)
+                    else:
+                        address = home_address(
+                            k, a, side, few_home, TILE_ROWS + lane % CARRIED_ROWS < filled, peers, few_row, few_row
+                        )
+                        turn_few(k, dtype, False, few_acc, own, address, column, group, thread)
+                elif group == 0 or filled > TILE_ROWS // 2:
+                    count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+                else:
+                    count = pass_over(full, empty, count, depth)
+            elif group == 0 or filled > TILE_ROWS // 2:
                 count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
             else:
                 count = pass_over(full, empty, count, depth)

@@ -24,7 +24,16 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, TFloat32
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
-from moe_fast.kernel.constants import AHEAD, HALF_COLUMNS, HOME_BITS, LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.constants import (
+    AHEAD,
+    CARRIED_ROWS,
+    HALF_COLUMNS,
+    HOME_BITS,
+    LINE_BYTES,
+    STAGES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+)
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, gmem, result_at
 
@@ -106,6 +115,56 @@ def load_product(
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
         cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
+        count += 1
+    return count
+
+
+@cute.jit
+def load_carrying(
+    depth: cutlass.Constexpr,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    rows_atom: cute.CopyAtom,
+    rows: cute.Tensor,
+    rows_smem: cute.Tensor,
+    weight_atom: cute.CopyAtom,
+    first_half: cute.Tensor,
+    second_half: cute.Tensor,
+    weight_smem: cute.Tensor,
+    few_atom: cute.CopyAtom,
+    few: cute.Tensor,
+    few_smem: cute.Tensor,
+    asked: cute.Pointer,
+    few_free: cute.Pointer,
+    turn: Int32,
+) -> Int32:
+    """As `load_product`, for a full row tile and CARRIED_ROWS rows of the next one; returns the new running count.
+
+    The few rows have a ring of their own in the epilogue buffers. It is free only when the consumers are through with
+    the task before (few_free, a phase for each such task; turn: how many there were): the first stages get their other
+    operands meanwhile.
+    """
+    for step in range(depth):
+        stage = count % STAGES
+        if step == max(depth - AHEAD, 0):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(asked)
+        cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                full + stage, (TILE_ROWS + CARRIED_ROWS + TILE_COLUMNS) * LINE_BYTES
+            )
+        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
+        cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
+        cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
+        if step == STAGES - 1:
+            cute.arch.mbarrier_wait(few_free, turn & 1)
+            for early in cutlass.range_constexpr(STAGES - 1):
+                before = (count - (STAGES - 1 - early)) % STAGES
+                cute.copy(few_atom, few[(None, early)], few_smem[(None, before)], tma_bar_ptr=full + before)
+        if step >= STAGES - 1:
+            cute.copy(few_atom, few[(None, step)], few_smem[(None, stage)], tma_bar_ptr=full + stage)
         count += 1
     return count
 
@@ -203,6 +262,54 @@ def multiply(
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
         warpgroup.commit_group()
         # the product of one step stays in flight, so only the stage before it is free
+        warpgroup.wait_group(1)
+        release(empty, count)
+        count = following
+    warpgroup.wait_group(0)
+    release(empty, count)
+    return count + 1
+
+
+@cute.jit
+def multiply_carrying(
+    dtype: cutlass.Constexpr,
+    acc: cute.Tensor,
+    few_acc: cute.Tensor,
+    a_frag: cute.Tensor,
+    b_frag: cute.Tensor,
+    w_frag: cute.Tensor,
+    few_frag: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    depth: Int32,
+) -> Int32:
+    """As `multiply`, and beside it the product of the CARRIED_ROWS rows, with its operands in turned roles: out^T =
+    W rows^T, blocks of 64 weight rows (w_frag, the same memory as b_frag) by CARRIED_ROWS rows.
+
+    Warpgroup g takes the weights' blocks g and 2 + g, so gate and up values of a column are one thread's, as in `acc`.
+    """
+    mma, few_mma = tiled_mma(dtype), tiled_mma(dtype, CARRIED_ROWS)
+    blocks = cute.size(a_frag, mode=[2])
+    mma.set(warpgroup.Field.ACCUMULATE, False)
+    few_mma.set(warpgroup.Field.ACCUMULATE, False)
+    cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+    warpgroup.fence()
+    for kb in cutlass.range_constexpr(blocks):
+        stage = count % STAGES
+        cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
+        cute.gemm(few_mma, few_acc, w_frag[(None, None, kb, stage)], few_frag[(None, None, kb, stage)], few_acc)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        few_mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    for _ in range(1, depth):
+        following = count + 1
+        stage = following % STAGES
+        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        for kb in cutlass.range_constexpr(blocks):
+            cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
+            cute.gemm(few_mma, few_acc, w_frag[(None, None, kb, stage)], few_frag[(None, None, kb, stage)], few_acc)
+        warpgroup.commit_group()
         warpgroup.wait_group(1)
         release(empty, count)
         count = following
@@ -437,6 +544,59 @@ def store_chunks(
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full + (group * 2 + buffer))
+
+
+@cute.jit
+def turn_few(
+    k: cutlass.Constexpr[KernelShape],
+    dtype: cutlass.Constexpr,
+    kind_first: cutlass.Constexpr,
+    few_acc: cute.Tensor,
+    base: cute.Pointer,
+    address: Int64,
+    column: Int32,
+    group: Int32,
+    thread: Int32,
+):
+    """A consumer warp stores its columns of the carried rows: the activation of a first product, or the results of a
+    second one.
+
+    base: this warp's own 2048 bytes of an epilogue buffer, which must be free. address: in lane l the first byte of
+    row l, 0 for none. Of each of the two blocks of weight rows the warp has 16: output columns here. A thread holds
+    columns lane // 4 + {0, 8} of rows 2 (lane % 4) + {0, 1} + {0, 8, 16, 24}; through shared memory they become rows
+    of 32 bytes, of which a store takes 16.
+    """
+    vector = ir.VectorType.get([4], Int32.mlir_type)
+    lane, warp = thread % 32, thread % 128 // 32
+    gated = kind_first and k.gated
+    # of a gated first product both blocks make one block of columns
+    turned = 1 if gated else 2
+    width = k.intermediate if kind_first else k.hidden
+    here = HALF_COLUMNS if gated else TILE_COLUMNS
+    size = CARRIED_ROWS // 2
+    for b in cutlass.range_constexpr(turned):
+        place = cute.make_tensor(base + b * (CARRIED_ROWS * 16), cute.make_layout((CARRIED_ROWS, 16), stride=(16, 1)))
+        for v in cutlass.range_constexpr(size):
+            value = few_acc[b * size + v]
+            if cutlass.const_expr(gated):
+                up = few_acc[size + v]
+                if cutlass.const_expr(k.activation == "clamped_swiglu"):
+                    value = clamped_swiglu(k, value, up)
+                else:
+                    value = activate(k.activation, value) * up
+            elif cutlass.const_expr(kind_first):
+                value = activate(k.activation, value)
+            place[lane % 4 * 2 + v % 2 + v // 4 * 8, lane // 4 + v // 2 % 2 * 8] = value.to(dtype)
+    cute.arch.sync_warp()
+    for part in cutlass.range_constexpr(CARRIED_ROWS // 16):
+        to = cute.arch.shuffle_sync(address, part * 16 + lane // 2)
+        for b in cutlass.range_constexpr(turned):
+            first = column * here + b * HALF_COLUMNS + group * 64 + warp * 16
+            piece = cute.arch.load(base + (b * CARRIED_ROWS + part * 16) * 16 + lane * 8, vector, ss="cta")
+            if to >= LOWEST and (width % here == 0 or first < width):
+                cute.arch.store(gmem(to + Int64(first) * 2 + lane % 2 * 16, Int32, 16), piece)
+    # the buffers are written anew by what follows
+    cute.arch.sync_warp()
 
 
 @cute.jit

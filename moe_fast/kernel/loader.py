@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from moe_fast.kernel.constants import FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
-from moe_fast.kernel.gemm import load_bias, load_logits, load_product
+from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
+from moe_fast.kernel.gemm import load_bias, load_carrying, load_logits, load_product
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
@@ -33,11 +33,11 @@ def load(
     aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
     aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
     aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
-    few: tuple, bias: tuple, shared: tuple, sA: cute.Tensor, sAh: cute.Tensor, sAf: cute.Tensor, sBh: cute.Tensor,
-    sG: cute.Tensor,
+    few: tuple, bias: tuple, shared: tuple, following: tuple, sE: cute.Tensor, sA: cute.Tensor, sAh: cute.Tensor,
+    sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
-    side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
+    few_free: cute.Pointer, side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
 ):  # fmt: skip
     """The loader warp."""
     one = cute.make_layout(1)
@@ -117,6 +117,15 @@ def load(
             (sToken, gToken),
         ) = pairs
 
+    turn = Int32(0)
+    if cutlass.const_expr(k.carries):
+        pairs = []
+        aRowsNext, tRowsNext, aHiddenNext, tHiddenNext = following
+        for atom, tensor in ((aRowsNext, tRowsNext), (aHiddenNext, tHiddenNext)):
+            tiled = cute.local_tile(tensor, (CARRIED_ROWS, k.line), (None, None))
+            pairs.append(cpasync.tma_partition(atom, 0, one, cute.group_modes(sE, 0, 2), cute.group_modes(tiled, 0, 2)))
+        (sRowsNext, gRowsNext), (sHiddenNext, gHiddenNext) = pairs
+
     count = Int32(0)
     if a.given == 0:
         for tile in range(block, token_tiles, processors):
@@ -177,6 +186,38 @@ def load(
                             gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
                             asked, TILE_ROWS,
                         )  # fmt: skip
+            if cutlass.const_expr(k.carries):
+                if filled_rows(word) > TILE_ROWS:
+                    # a full row tile and the few rows of the next one
+                    routed = Boolean(False)
+                    next_tile = row_tile + 1
+                    boxes = TILE_ROWS // CARRIED_ROWS
+                    if kind == GEMM0:
+                        for tile in (row_tile, next_tile):
+                            wait_reached(
+                                arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, tile,
+                                "sys",
+                            )  # fmt: skip
+                        cute.arch.fence_proxy("async")
+                        first = side * (a.rows // TILE_ROWS)
+                        count = load_carrying(
+                            k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows, aFirst,
+                            gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst, aRowsNext,
+                            gRowsNext[(None, (first + next_tile) * boxes, None)], sRowsNext, asked, few_free, turn,
+                        )  # fmt: skip
+                    else:
+                        wait_reached(
+                            counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile,
+                            "gpu",
+                        )  # fmt: skip
+                        cute.arch.fence_proxy("async")
+                        count = load_carrying(
+                            k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
+                            gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)], sSecond,
+                            aHiddenNext, gHiddenNext[(None, next_tile * boxes, None)], sHiddenNext, asked, few_free,
+                            turn,
+                        )  # fmt: skip
+                    turn += 1
             if routed:
                 if kind == GEMM0:
                     tile = buffer_tile(k, a, row_tile)

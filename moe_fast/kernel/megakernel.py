@@ -27,7 +27,16 @@ import cutlass.utils as utils
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from moe_fast.kernel.constants import FEW_ROWS, HALF_COLUMNS, STAGES, THREADS, TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import (
+    CARRIED_ROWS,
+    FEW_ROWS,
+    HALF_COLUMNS,
+    STAGES,
+    THREADS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    PlanWord,
+)
 from moe_fast.kernel.consumer import consume
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
@@ -134,6 +143,14 @@ class MegaKernel:
             shared += (*cpasync.make_tiled_tma_atom(store, mSharedHidden, lC1, chunk_box),)
             shared += (*cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box, **rounded),)
 
+        # the rows that go along with a full row tile, and their ring in the epilogue buffers
+        lE = cute.tile_to_shape(atom, (CARRIED_ROWS, k.line, STAGES), order=(0, 1, 2))
+        following, hidden = (), ()
+        if cutlass.const_expr(k.carries):
+            lE1, hidden = cute.slice_(lE, (None, None, 0)), (mHidden,)
+            for rows in (mRows, mHidden):
+                following += (*cpasync.make_tiled_tma_atom(load, rows, lE1, (CARRIED_ROWS, k.line)),)
+
         @cute.struct
         class Shared:
             ab_full: cute.struct.MemRange[Int64, STAGES]
@@ -145,6 +162,7 @@ class MegaKernel:
             chunk_empty: cute.struct.MemRange[Int64, 4]
             sent: cute.struct.MemRange[Int64, k.sent]
             over: cute.struct.MemRange[Int64, 1]
+            few_free: cute.struct.MemRange[Int64, int(k.carries)]
             peers: cute.struct.MemRange[Int64, k.ranks]
             slots: cute.struct.MemRange[Int64, k.words]
             sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * k.biases if k.expert_bias else 0], 128]
@@ -155,8 +173,8 @@ class MegaKernel:
         self.shared = Shared
         self.kernel(
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, lA, lA1, lAh, lAf, lB, lBh, lG, lC, lCs,
-            lBias,
+            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden, lE, lA, lA1, lAh, lAf,
+            lB, lBh, lG, lC, lCs, lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -167,6 +185,7 @@ class MegaKernel:
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
         aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
         aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, few: tuple, bias: tuple, shared: tuple,
+        following: tuple, hidden: tuple, lE: cute.ComposedLayout,
         lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lAf: cute.ComposedLayout,
         lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
@@ -175,7 +194,9 @@ class MegaKernel:
 
         few: atoms and tensors of dispatched rows and hidden activations in boxes of FEW_ROWS rows.
         bias: atoms and tensors of the biases of both products; shared: of the shared expert's first and second weight,
-        hidden to load and hidden to store, and of the tokens; both empty for a layer without.
+        hidden to load and hidden to store, and of the tokens; both empty for a layer without. following: atoms
+        and tensors of dispatched rows and hidden activations in boxes of CARRIED_ROWS rows, hidden: the activations
+        themselves, where row tiles are carried.
         """
         k = self.shape
         thread, _, _ = cute.arch.thread_idx()
@@ -196,9 +217,22 @@ class MegaKernel:
         word_full, word_empty = s.word_full.data_ptr(), s.word_empty.data_ptr()
         chunk_full, chunk_empty = s.chunk_full.data_ptr(), s.chunk_empty.data_ptr()
         sent, slots, asked = s.sent.data_ptr(), s.slots.data_ptr(), s.asked.data_ptr()
+        few_free = s.few_free.data_ptr()
         over = cute.recast_ptr(s.over.data_ptr(), dtype=Int32)
         if warp_id == 0:
-            for descriptor in (aX, aRouter, aRows, aHidden, aFirst, aSecond, aOut, *few[::2], *bias[::2], *shared[::2]):
+            for descriptor in (
+                aX,
+                aRouter,
+                aRows,
+                aHidden,
+                aFirst,
+                aSecond,
+                aOut,
+                *few[::2],
+                *bias[::2],
+                *shared[::2],
+                *following[::2],
+            ):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
@@ -209,6 +243,8 @@ class MegaKernel:
                     cute.arch.mbarrier_init(chunk_empty + i, 1)
                 for i in cutlass.range_constexpr(k.sent):
                     cute.arch.mbarrier_init(sent + i, 8)
+                if cutlass.const_expr(k.carries):
+                    cute.arch.mbarrier_init(few_free, 8)
                 cute.arch.store(over, Int32(0))
                 for i in cutlass.range_constexpr(k.words):
                     cute.arch.mbarrier_init(word_full + i, 1)
@@ -229,6 +265,8 @@ class MegaKernel:
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
         # what TF32 leaves of a step of tokens, for the gate of float32 layers; as large as half of sC
         sRest = s.sC.get_tensor(lA1.outer, swizzle=lA1.inner, dtype=operand_type(self.dtype))
+        # both warpgroups' first epilogue buffer
+        sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr(), lE.inner), lE.outer)
         sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
         token_tiles = ceil_div(a.tokens, TILE_ROWS)
@@ -239,9 +277,9 @@ class MegaKernel:
                 if warp_id == 0:
                     load(
                         k, a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
-                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, sA, sAh, sAf, sBh,
-                        sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full, word_empty, asked,
-                        side, block, processors, token_tiles,
+                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, sE,
+                        sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
+                        word_empty, asked, few_free, side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
@@ -263,9 +301,10 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             consume(
-                k, a, sA, sB, sG, sC, sRest, s.sA.data_ptr(), s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch,
-                ab_full, ab_empty, chunk_full, chunk_empty, sent, slots, word_full, word_empty, epoch, side,
-                block, blocks, processors, token_tiles, thread - 128,
+                k, a, sA, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
+                s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
+                few_free, sent, slots, word_full, word_empty, epoch, side, block, blocks, processors, token_tiles,
+                thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()

@@ -14,11 +14,24 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
+from moe_fast.kernel.carry import CARRIED_SHIFT, carried_tiles, task_rows
 from moe_fast.kernel.constants import EARLY, TILE_ROWS, Counter, PlanWord, Status
 from moe_fast.kernel.dispatch import boost_rows
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
 from moe_fast.kernel.shapes import KernelShape, dropped
-from moe_fast.kernel.signals import Args, Role, Wait, add, home_row, peer, read, side_counters, wait_reached, write
+from moe_fast.kernel.signals import (
+    Args,
+    Role,
+    Wait,
+    add,
+    dealt_at,
+    home_row,
+    peer,
+    read,
+    side_counters,
+    wait_reached,
+    write,
+)
 from moe_fast.kernel.transport import put_counts
 from moe_ref.layout import ceil_div, compact_row, fixed_row
 from moe_ref.runtime.encoding import counts_signal, next_target
@@ -57,9 +70,9 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expe
 def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
 ):
-    """The planner. scratch: 2048 words of shared memory; with replicas 8192."""
+    """The planner. scratch: 2048 words of shared memory; where row tiles are carried 2304, with replicas 8192."""
     # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice,
-    # 1024- four words per slot
+    # thrice where row tiles are carried, 1024- four words per slot, or five
     counters = side_counters(a, side)
     token_tiles = ceil_div(a.tokens, TILE_ROWS)
     if cutlass.const_expr(k.placed):
@@ -194,17 +207,27 @@ def place_experts(
             if p < a.rank:
                 before += count
     tiles = Int32(ceil_div(rows, TILE_ROWS))
-    tiles_before = scan(tiles, scratch, thread)
+    if cutlass.const_expr(k.carries):
+        both = scan(tiles | (carried_tiles(rows) << CARRIED_SHIFT), scratch, thread)
+        tiles_before = both & ((1 << CARRIED_SHIFT) - 1)
+        carried_before = both >> CARRIED_SHIFT
+    else:
+        tiles_before = scan(tiles, scratch, thread)
     # where each rank's experts begin, in tiles and in my send list: one word per rank from the thread that knows it
     tile_at = scratch + 512
     list_at = scratch + 512 + k.ranks + 1
+    carried_at = scratch + 512 + 2 * (k.ranks + 1)
     for p in cutlass.range_constexpr(k.ranks):
         if thread == k.first_expert(p):
             cute.arch.store(tile_at + p, tiles_before)
             cute.arch.store(list_at + p, start)
+            if cutlass.const_expr(k.carries):
+                cute.arch.store(carried_at + p, carried_before)
     if thread == k.experts - 1:
         cute.arch.store(tile_at + k.ranks, tiles_before + tiles)
         cute.arch.store(list_at + k.ranks, start + mine)
+        if cutlass.const_expr(k.carries):
+            cute.arch.store(carried_at + k.ranks, carried_before + carried_tiles(rows))
     sync_consumers()
 
     far = Int32(0)
@@ -243,9 +266,18 @@ def place_experts(
             pushed = min(max(boost_rows(near) - earlier, Int32(0)), mine)
             cute.arch.store(slot_tile + k.slots + slot, before)
             cute.arch.store(slot_tile + 2 * k.slots + slot, before + pushed)
+        if cutlass.const_expr(k.carries):
+            cute.arch.store(slot_tile + 3 * k.slots + slot, carried_before - cute.arch.load(carried_at + a.rank, Int32))
     sync_consumers()
     held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
-    publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+    if cutlass.const_expr(k.carries):
+        carried = cute.arch.load(carried_at + a.rank + 1, Int32) - cute.arch.load(carried_at + a.rank, Int32)
+        if not usable:
+            carried = Int32(0)
+        publish_tasks(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, carried)
+        publish_words(k, a, side, thread, row_tiles - carried, row_tiles, near, far, usable, status)
+    else:
+        publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
 
 
 @cute.jit
@@ -259,7 +291,6 @@ def publish_plan(
     near: rows that stay here. far: units of rows for the peer that gets most.
     """
     most = k.slots * k.ranks if k.fixed else k.slots
-    counters = side_counters(a, side)
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     for tile in range(thread, row_tiles, CONSUMERS):
         slot = Int32(0)
@@ -284,8 +315,53 @@ def publish_plan(
         write(a.tile_slot, tile, slot)
         write(a.tile_rows, tile, filled | early)
         write(targets, place, next_target(read(targets, place), filled))
+    publish_words(k, a, side, thread, row_tiles, row_tiles, near, far, usable, status)
+
+
+@cute.jit
+def publish_tasks(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
+    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, carried: Int32,
+):  # fmt: skip
+    """The tables of my row tiles where some are carried: those that are dealt, by their numbers among themselves.
+
+    row_tiles: all of them, carried: of these. Behind slot_tile also the carried tiles of the slots before each.
+    """
+    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+    for tile in range(thread, row_tiles, CONSUMERS):
+        slot = Int32(0)
+        for bit in cutlass.range_constexpr((k.slots - 1).bit_length()):
+            further = slot + (1 << ((k.slots - 1).bit_length() - 1 - bit))
+            if further < held:
+                if cute.arch.load(slot_tile + further, Int32) <= tile:
+                    slot = further
+        begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
+        rows = cute.arch.load(slot_rows + slot, Int32)
+        write(targets, tile, next_target(read(targets, tile), min(rows - begun, Int32(TILE_ROWS))))
+        filled = task_rows(rows, begun)
+        if filled > 0:
+            early = Int32(0)
+            lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
+            if begun >= lowest and begun + filled <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
+                early = Int32(EARLY)
+            number = tile - cute.arch.load(slot_tile + 3 * k.slots + slot, Int32)
+            write(a.tile_slot, number, slot)
+            write(a.tile_rows, number, filled | early)
+            write(a.tile_at, number, tile)
+            write(dealt_at(k, a), tile, number)
+
+
+@cute.jit
+def publish_words(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, dealt: Int32, row_tiles: Int32,
+    near: Int32, far: Int32, usable: Boolean, status: Int32,
+):  # fmt: skip
+    """The plan's words, after its tables, and the signal that all is there. dealt: row tiles without carried ones."""
+    counters = side_counters(a, side)
     if thread == 0:
-        write(a.plan, PlanWord.ROW_TILES, row_tiles)
+        write(a.plan, PlanWord.ROW_TILES, dealt)
+        if cutlass.const_expr(k.carries):
+            write(a.plan, PlanWord.HELD_TILES, row_tiles)
         write(a.plan, PlanWord.NEAR_ROWS, near)
         write(a.plan, PlanWord.FAR_UNITS, far * (k.ranks - 1))
         write(a.plan, PlanWord.USABLE, Int32(usable))

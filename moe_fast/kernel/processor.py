@@ -39,7 +39,17 @@ from moe_fast.kernel.signals import (
     summed_word,
 )
 from moe_ref.layout import ceil_div
-from moe_ref.runtime.encoding import GEMM0, GEMM1, NONE, SLOT_SHIFT, STOP, task_column_tile, task_kind, task_row_tile
+from moe_ref.runtime.encoding import (
+    GEMM0,
+    GEMM1,
+    NONE,
+    ROW_SHIFT,
+    SLOT_SHIFT,
+    STOP,
+    task_column_tile,
+    task_kind,
+    task_row_tile,
+)
 
 READERS = 10
 """Warps that read each task word."""
@@ -125,6 +135,11 @@ def dispatch_words(
                     if cutlass.const_expr(k.scheduler != "tickets"):
                         expert = read(a.tile_slot, Int32(task_row_tile(word)))
                         word = word | (Int64(expert) << SLOT_SHIFT)
+                    if cutlass.const_expr(k.carries):
+                        # from here on the tile's place in the buffers, not its number among those that are dealt
+                        number_dealt = Int32(task_row_tile(word))
+                        tile = read(a.tile_at, number_dealt)
+                        word = word + (Int64(tile - number_dealt) << ROW_SHIFT)
                     word = word | (Int64(filled) << FILLED_SHIFT)
                 else:
                     after = token_tiles > 0
@@ -156,7 +171,8 @@ def count_returned(
 
     The fence covers the consumers' stores too: they came before the barrier that this warp waited for. The warp that
     counts the last column tile of a row tile signals every row of it to its home, once: lane l rows l, l + 32, l + 64
-    and l + 96. Its second fence hands on what the storers of the other column tiles made visible.
+    and l + 96, and l + 128 of a tile that carries the next. Its second fence hands on what the storers of the other
+    column tiles made visible.
 
     In the wire format "tokens" results stay here: those of another rank's token are counted for whoever sums them.
     """
@@ -171,7 +187,7 @@ def count_returned(
     if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
         fence_results(k)
         if not aborted(a):
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(5 if k.carries else 4):
                 if i * 32 + lane < filled:
                     row = row_tile * TILE_ROWS + i * 32 + lane
                     home = (a.rank << HOME_BITS) | (row * k.top_k)

@@ -127,7 +127,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "plan": PLAN_WORDS * 4,
             "tile_slot": tiles * 4,
             "tile_rows": tiles * 4,
-            "tile_at": tiles * 4 if shape.fixed else 0,
+            "tile_at": tiles * 4 * (2 if shape.carries else int(shape.fixed)),
             "where": routes * 4 if shape.fixed or shape.by_token else 0,
             "arrived_target": all_rows(shape, max_tokens) // TILE_ROWS * 4,
             "back_target": SIDES * max(max_tokens, 1) * 4,

@@ -28,6 +28,7 @@ from moe_fast.kernel.signals import (
     Wait,
     aborted,
     aborted_together,
+    dealt_at,
     dense_tiles,
     fail,
     fetch_add,
@@ -155,6 +156,8 @@ def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_t
     """One thread: a hidden tile is complete; the last one of a block makes the block's GEMM1 tasks ready."""
     counters = side_counters(a, side)
     size = k.block_tiles
+    if cutlass.const_expr(k.carries):
+        row_tile = read(dealt_at(k, a), row_tile)
     block = row_tile // size
     members = min(row_tiles - block * size, Int32(size))
     done = fetch_add(counters, COUNTER_WORDS + 3 * dense_tiles(k, a) + block)

@@ -17,6 +17,7 @@ from moe_fast.kernel.constants import (
     LINE_BYTES,
     PACKET_TAIL,
     SCHEDULERS,
+    STAGES,
     TILE_COLUMNS,
     TILE_ROWS,
     TOKEN_UNIT,
@@ -325,6 +326,14 @@ class KernelShape:
         whose places the plan's slots don't tell; not in the wire format "tokens", whose spare warps read how many rows
         a tile has and would take the bit for rows."""
         return not (self.placed or self.by_token)
+
+    @property
+    def carries(self) -> bool:
+        """Whether a row tile of at most CARRIED_ROWS rows is computed by the tasks of its expert's tile before it, see
+        `carry`. Written for 16-bit layers that store rows into exact places."""
+        plain = not (self.placed or self.fixed or self.put or self.by_token)
+        plain = plain and not (self.expert_bias or self.shared_intermediate)
+        return plain and self.element_size == 2 and min(self.depth0, self.depth1) >= STAGES
 
     @property
     def far_unit(self) -> int:

@@ -201,6 +201,11 @@ def buffer_tile(k, a, row_tile):
     return read(a.tile_at, row_tile) if k.fixed else row_tile
 
 
+def dealt_at(k, a):
+    """Address of the table of a tile's number among those that are dealt, where some are carried: [R / T]."""
+    return a.tile_at + Int64(dense_tiles(k, a)) * 4
+
+
 def arrived_word(k, a, side, tile):
     """Index of a row tile's arrival counter."""
     return (side * (a.rows // TILE_ROWS) + tile) * k.signal_words

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from moe_fast.kernel.carry import carries
 from moe_fast.kernel.constants import EARLY, TILE_ROWS
 from moe_fast.kernel.scheduler import make_ready
 from moe_fast.kernel.shapes import KernelShape
@@ -36,7 +37,14 @@ def all_there(
     for i in cutlass.range_constexpr(k.block_tiles):
         t = min(first + i, row_tiles - 1)
         tile = buffer_tile(k, a, t)
-        if cutlass.const_expr(k.early):
+        if cutlass.const_expr(k.carries):
+            tile = read(a.tile_at, t)
+            rows = read(a.tile_rows, t)
+            early = early & rows
+            second = tile + carries(rows & (EARLY - 1))
+            seen = read(counters, second * k.signal_words, sem="relaxed", scope="sys")
+            lacking = lacking | (seen - read(targets, second))
+        elif cutlass.const_expr(k.early):
             early = early & read(a.tile_rows, t)
         seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
         # negative once one of them is

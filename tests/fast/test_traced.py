@@ -30,6 +30,7 @@ except BackendUnavailable as error:
 import cutlass
 from cutlass import Float32, Int32, Int64
 
+from moe_fast.kernel import carry
 from moe_fast.kernel.gate import best_groups
 from moe_fast.kernel.plan import first_expert_of
 from moe_fast.kernel.scheduler import ticket_place
@@ -54,6 +55,9 @@ FUNCTIONS = {
     "compact_row": (layout.compact_row, layout.compact_row, (1 << 20, 1 << 20, 1 << 20, 128)),
     "return_row": (layout.return_row, layout.return_row, (1 << 20, 8, 8)),
     "owner": (SHAPE.owner, SHAPE.owner, (60,)),
+    "carried_tiles": (carry.carried_tiles, carry.carried_tiles, (1 << 20,)),
+    "task_rows": (carry.task_rows, carry.task_rows, (1000, 1000)),
+    "carries": (carry.carries, carry.carries, (256,)),
     "first_expert": (lambda r: first_expert_of(SHAPE, r), SHAPE.first_expert, (8,)),
 }
 

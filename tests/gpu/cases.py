@@ -211,6 +211,12 @@ UNEVEN = [
     Case(512, 256, 3, 1, "silu", True, "bfloat16", (129, 0), scheduler="spare_warps"),
 ]
 """E is no multiple of two ranks, and smaller or larger than S."""
+CARRIED = [replace(SMALL, scheduler=scheduler, tokens=(1100,), routing="remainders") for scheduler in SCHEDULERS]
+CARRIED += [
+    Case(256, 512, 8, 2, "gelu", False, "float16", (1100,), "remainders"),
+    Case(2048, 2048, 8, 2, "relu", False, "bfloat16", (1100,), "remainders", scheduler="spare_warps"),
+]
+"""Row tiles that go along with the tile before, and those that just don't."""
 
 
 def uneven(ranks: int) -> list[Case]:

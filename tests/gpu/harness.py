@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from moe_fast import unfused
 from moe_fast.engine import Buffers, Engine, router_parts
 from moe_fast.heap import local_heap, local_heaps, symmetric_heap
+from moe_fast.kernel.constants import CARRIED_ROWS, TILE_ROWS
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
@@ -324,6 +325,15 @@ def make_ids(case: Case, tokens: int, g: torch.Generator, device: torch.device) 
         ids = torch.arange(c.top_k, device=device).expand(tokens, c.top_k).clone() + (c.experts - c.top_k)
     elif case.routing == "masked":
         ids = ids.masked_fill(torch.rand(tokens, c.top_k, device=device, generator=g) < 0.5, -1)
+    elif case.routing == "remainders":
+        # beyond one, two or three full row tiles of an expert a few rows, or a few more
+        rests = (1, CARRIED_ROWS, CARRIED_ROWS + 2, 0, 127, 2, 17, 16)
+        rows = [(TILE_ROWS * (1 + e % 3) + rests[e % len(rests)]) // ranks for e in range(c.experts)]
+        flat = torch.repeat_interleave(torch.arange(c.experts, device=device), torch.tensor(rows, device=device))
+        assert flat.numel() <= tokens * c.top_k, f"{flat.numel()} routes, {tokens} tokens"
+        ids = ids.new_full((tokens * c.top_k,), -1)
+        ids[torch.randperm(ids.numel(), device=device, generator=g)[: flat.numel()]] = flat
+        ids = ids.view(tokens, c.top_k)
     elif case.routing == "duplicates" and c.top_k > 1:
         ids[::3, 1] = ids[::3, 0]
     return ids

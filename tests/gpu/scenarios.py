@@ -34,6 +34,7 @@ from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
 from moe_fast import backend, compiler, unfused
 from moe_fast.engine import MegakernelInputError, MegakernelTimeout
+from moe_fast.kernel import carry
 
 
 def launcher(case: Case, inputs: harness.Inputs, **more):
@@ -554,7 +555,7 @@ def traced() -> dict:
     remote = int(counts[rank].sum() - counts[rank, low:high].sum())
     assert engine.sent_rows == remote, f"{engine.sent_rows} rows sent to peers, {remote} routed to them"
     line = read_timeline(engine)
-    tasks = int(seen.row_tiles) * (shape.columns0 + shape.columns1)
+    tasks = seen.dealt_tiles * (shape.columns0 + shape.columns1)
     assert line.tasks == tasks, f"{line.tasks} tasks traced, {tasks} planned"
     plain = launcher(case, inputs)()
     assert torch.equal(plain, y), "tracing changes bits"
@@ -720,6 +721,37 @@ def uneven() -> dict:
         for number, routing in enumerate(harness.ROUTINGS):
             one = replace(case, routing=routing)
             out[str(one)] = float(f"{run_case(one, seed=number)['y']:.3g}")
+    return out
+
+
+def carried() -> dict:
+    """Experts whose last row tile goes along with the one before it: every buffer, as many dealt tiles as there should
+    be, and on one rank the same bits as when the carried rows are all that an expert gets."""
+    out = {}
+    rank, ranks = rank_and_size()
+    for case in cases.CARRIED:
+        out[str(case)] = float(f"{run_case(case)['y']:.3g}")
+        engine, inputs = engine_for(case), make_inputs(case)
+        assert inputs.expert is not None
+        seen = engine.buffers(len(inputs.x[rank]))
+        experts = inputs.placement.experts_of_rank[rank]
+        rows = [int(n) for n in seen.counts_PE.sum(0)[list(experts)].tolist()]
+        few = sum(carry.carried_tiles(n) for n in rows)
+        assert few > 0, rows
+        assert seen.dealt_tiles == seen.row_tiles - few, f"{seen.dealt_tiles} of {seen.row_tiles} dealt, {few} carried"
+        if ranks > 1:
+            continue
+        ids = inputs.expert[rank].flatten()
+        kept = torch.zeros_like(ids, dtype=torch.bool)
+        for expert, count in zip(experts, rows, strict=True):
+            if carry.carried_tiles(count):
+                kept[(ids == expert).nonzero().flatten()[-(count % 128) :]] = True
+        before = seen.returned_NH[kept].clone()
+        harness.launch(engine, inputs, rank, expert_SK=ids.masked_fill(~kept, -1).view_as(inputs.expert[rank]))
+        engine.check()
+        alone = engine.buffers(len(inputs.x[rank]))
+        assert alone.dealt_tiles == alone.row_tiles == few, f"{alone.row_tiles} row tiles, {few} expected"
+        assert torch.equal(alone.returned_NH[kept], before), f"{case}: bits depend on the tile that carries a row"
     return out
 
 
@@ -1013,8 +1045,8 @@ def small() -> dict:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        special, uneven, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input, refused,
-        many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start,
+        special, uneven, carried, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input,
+        refused, many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start,
         replicas, timeout, small,
     )
 } | one_gpu.SCENARIOS  # fmt: skip
