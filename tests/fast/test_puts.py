@@ -39,6 +39,7 @@ SOURCES = {
     "dispatch": ("push_unit", "push_own", "boost_rows", "VECTOR_BYTES"),
     "gemm": ("home_address",),
     "combine": ("result_at_home",),
+    "plan": ("list_routes", "routes_per_thread", "starts_of", "tiles_per_part", "place_of"),
 }  # fmt: skip
 """Of each file of the kernel what is run here."""
 
@@ -131,7 +132,11 @@ class Warp:
         self.touched.add(at // 32)
         return int(self.heaps[RANK][at : at + size].view(f"i{size}")[0])
 
-    def _write(self, address: int, index: int, value: int) -> None:
+    def _write(self, address, index: int, value: int, dtype: type = int) -> None:
+        if not isinstance(address, int):
+            address[index] = value
+            return
+        assert dtype is int
         self.heaps[RANK][address + index * 4 :][:4].view(np.int32)[0] = value
 
     def _fetch_add(self, counters: Counter, place: int) -> int:
@@ -168,6 +173,7 @@ class Warp:
             "gmem": lambda address, dtype=None: address,
             "read": self._read, "write": self._write, "copy_pair": lambda *_: None, "fence_far": lambda k: None,
             "ceil_div": layout.ceil_div, "return_row": layout.return_row, "CONSUMERS": 256,
+            "next_target": lambda last, rows: last + rows,
             "PlanWord": constants.PlanWord,
             "await_values": lambda value: None,
             "nvshmem_put": self._put, "nvshmem_quiet": self._quiet, "nvshmem_signal": self._signal,
@@ -400,6 +406,31 @@ def test_column_tiles_of_remote_rows_go_home_and_the_last_block_signals(hidden, 
             elif inside % width == 0:
                 arguments = (k, a, side, (RANK << 26) | int(places[r]), True, None, row_tile * 128 + r, first + r)
                 assert warp.names["home_address"](*arguments, inside // width) == at, "where it is stored at home"
+
+
+def test_every_route_finds_its_place_again():
+    """Where a route's result comes back to is its entry's place in the send list; masked routes have neither."""
+    k, rng = shape_of(512), np.random.default_rng(5)
+    count = TOKENS * k.top_k
+    expert = rng.integers(-1, 6, count)
+    each = np.bincount(expert[expert >= 0], minlength=6)
+    starts, noise = np.cumsum(each) - each, -7
+    warp, a = machine(
+        k, tokens=TOKENS, expert=expert, index=[int((expert[:r] == expert[r]).sum()) for r in range(count)],
+        histogram=np.zeros(6, int), list_start=np.tile(starts, k.plan_parts), row_shift=np.arange(6) * 1000,
+        send=np.full(count, noise), where=np.full(count, noise),
+    )  # fmt: skip
+    # this side's targets, one word a token
+    a.back_target = a.back_at
+    for thread in range(256):
+        routes = [[expert[thread] if thread < count else -1], [a.index[thread] if thread < count else 0], [1, 2]]
+        warp.names["list_routes"](k, a, 1, 0, routes, ([-1], [0]), thread)
+    kept = expert >= 0
+    assert (a.where[~kept] == noise).all()
+    assert (a.send[kept.sum() :] == noise).all()
+    order = np.argsort(expert, kind="stable")[(~kept).sum() :]
+    assert (a.where[order] == np.arange(kept.sum())).all()
+    assert (a.send[: kept.sum()] & 0xFFFFFFFF == order).all()
 
 
 @pytest.mark.parametrize(("layout", "own"), [("compact", False), ("compact", True), ("fixed", False)])
