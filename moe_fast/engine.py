@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_fast import compiler
 from moe_fast.heap import Heap
-from moe_fast.kernel.constants import TILE_ROWS, PlanWord, Status
+from moe_fast.kernel.constants import TILE_COLUMNS, TILE_ROWS, PlanWord, Status
 from moe_fast.kernel.regions import (
     Region,
     buffer_rows,
@@ -181,7 +181,8 @@ class Buffers:
 
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
     dealt_tiles: row tiles that have tasks of their own. returned_NH: row (token, choice); of
-    masked routes anything. before_PE, chosen_SK: before the capacity.
+    masked routes anything. before_PE, chosen_SK: before the capacity. With puts
+    returned_NH is a copy: results lie column tile by column tile, by place in the send list.
 
     In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row
     (token, rank), what came back, zeros where nothing did; sent_PG: tokens from rank to rank, each counted once.
@@ -608,12 +609,16 @@ class Engine:
         if shape.fixed:
             flat = self.view(self.heap.memory, heap["rows"], dtype)
             rows = flat.view(-1, shape.row_pitch // shape.element_size)[:, : shape.hidden]
-            where = self.view(self.workspace, ws["where"], torch.int32)[:routes].long()
-            expert = self.view(self.workspace, ws["expert"], torch.int32)[:routes]
-            returned = rows[torch.where(expert >= 0, where + side * self.rows, 0)]
+            where = self._where(routes, side * self.rows)
+            block = self.shape.slot_capacity(self.max_tokens)
+            returned = self._from_tiles(flat, block, shape.row_pitch, where) if shape.put else rows[where]
         else:
             rows = half("rows", dtype).view(self.rows, -1)[:, : shape.hidden]
             returned = None if shape.by_token else half("returned", dtype).view(-1, shape.hidden)[:routes]
+            if shape.by_place:
+                whole = half("returned", dtype)
+                row_bytes = shape.hidden * shape.element_size
+                returned = self._from_tiles(whole, whole.numel() // shape.hidden, row_bytes, self._where(routes, 0))
         plan = self.view(self.workspace, ws["plan"], torch.int32)
         more: dict[str, Any] = {"dealt_tiles": int(plan[PlanWord.ROW_TILES])}
         if shape.by_token:
@@ -640,6 +645,22 @@ class Engine:
             else None,
             **more,
         )
+
+    def _where(self, routes: int, first: int) -> Tensor:
+        """Rows, from row `first` on, to which the results of this rank's routes have come back; 0 for masked ones."""
+        where = self.view(self.workspace, self.in_workspace["where"], torch.int32)[:routes].long()
+        expert = self.view(self.workspace, self.in_workspace["expert"], torch.int32)[:routes]
+        return torch.where(expert >= 0, where + first, 0)
+
+    def _from_tiles(self, flat: Tensor, rows: int, pitch: int, where_N: Tensor) -> Tensor:
+        """Rows `where_N` of a buffer whose blocks of `rows` times `pitch` bytes hold rows column tile by column tile,
+        as puts leave results: [N, H]."""
+        blocks, parts = flat.view(-1, rows * pitch // self.shape.element_size), []
+        for first in range(0, self.shape.hidden, TILE_COLUMNS):
+            width = min(TILE_COLUMNS, self.shape.hidden - first)
+            tile = blocks[:, rows * first : rows * (first + width)].view(-1, rows, width)
+            parts.append(tile[where_N // rows, where_N % rows])
+        return torch.cat(parts, dim=1)
 
     def _partials(self, back_GSH: Tensor) -> Tensor:
         """Partial sums as the reference keeps them, [S * P, H], from what the other ranks stored."""

@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from moe_fast.kernel.constants import TOKEN_TILE
+from moe_fast.kernel.constants import TILE_COLUMNS, TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
@@ -30,6 +30,8 @@ from moe_fast.kernel.signals import (
     back_word,
     combined_word,
     gmem,
+    in_tiles,
+    landed_rows,
     note,
     read,
     side_counters,
@@ -49,6 +51,21 @@ TOKENS_PER_TURN = 4
 """Tokens that a warp takes at a time; divides TOKEN_TILE."""
 
 
+def result_at_home(k: KernelShape, a, first, token, where, j: int, inside, further: int):
+    """Address, `inside` + `further` bytes into a row of H, of the result of a token's choice number j; see
+    `combine_vector`."""
+    if k.put:
+        # 16 bytes lie within a column tile
+        width = TILE_COLUMNS * k.element_size
+        within = Int32(inside) + further
+        column = within // width
+        block = Int64(where[k.top_k + j]) * k.row_pitch if k.fixed else 0
+        return first + block + in_tiles(k, landed_rows(k, a), where[j], column) + (within - column * width)
+    if k.fixed:
+        return first + Int64(where[j]) * k.row_pitch + inside + further
+    return first + Int64(return_row(token, j, k.top_k)) * (k.hidden * k.element_size) + inside + further
+
+
 @cute.jit
 def combine_vector(
     k: cutlass.Constexpr[KernelShape],
@@ -65,17 +82,16 @@ def combine_vector(
 ):
     """One lane sums `count` times 16 bytes, 512 bytes apart, from `inside` bytes into the rows on.
 
-    first: address of this side's returned rows. All loads are on their way before the first sum.
+    first: address of this side's returned rows. where: rows of each choice's result, in the fixed layout and with
+    puts; with both within their blocks, and then the blocks' first rows. All loads are on their way before the first
+    sum.
     """
     row_bytes, vector = k.hidden * k.element_size, 16 // k.element_size
     layout = cute.make_layout(vector)
     parts = [[cute.make_rmem_tensor(vector, dtype) for _ in range(k.top_k)] for _ in range(count)]
     for v in cutlass.range_constexpr(count):
         for j in cutlass.range_constexpr(k.top_k):
-            if cutlass.const_expr(k.fixed):
-                row = first + Int64(where[j]) * k.row_pitch + inside + v * STEP_BYTES
-            else:
-                row = first + Int64(return_row(token, j, k.top_k)) * row_bytes + inside + v * STEP_BYTES
+            row = result_at_home(k, a, first, token, where, j, inside, v * STEP_BYTES)
             cute.autovec_copy(cute.make_tensor(gmem(row, dtype, 16), layout), parts[v][j])
     shared = [cute.make_rmem_tensor(vector, dtype) for _ in range(count if k.shared_intermediate else 0)]
     for v in cutlass.range_constexpr(len(shared)):
@@ -132,8 +148,8 @@ def combine_token(
         scale = read(a.weight, return_row(token, lane, k.top_k), Float32)
     weight = cute.make_rmem_tensor(k.top_k, Float32)
     valid = cute.make_rmem_tensor(k.top_k, Int32)
-    where = cute.make_rmem_tensor(k.top_k, Int32)
-    if cutlass.const_expr(k.fixed):
+    where = cute.make_rmem_tensor(k.top_k * (2 if k.put and k.fixed else 1), Int32)
+    if cutlass.const_expr(k.fixed or k.by_place):
         place = Int32(0)
         if lane < k.top_k:
             # a masked route has no place; what is read in its stead isn't used
@@ -141,6 +157,9 @@ def combine_token(
                 place = read(a.where, return_row(token, lane, k.top_k))
         for j in cutlass.range_constexpr(k.top_k):
             where[j] = cute.arch.shuffle_sync(place, j)
+            if cutlass.const_expr(k.put and k.fixed):
+                where[k.top_k + j] = where[j] // a.slot_capacity * a.slot_capacity
+                where[j] = where[j] - where[k.top_k + j]
     for j in cutlass.range_constexpr(k.top_k):
         weight[j] = cute.arch.shuffle_sync(scale, j)
         valid[j] = cute.arch.shuffle_sync(expert, j)

@@ -34,10 +34,10 @@ from moe_fast.kernel.plan import (
 )
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
-from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, home_of, mark, note, now, read
+from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, landing_of, mark, note, now, read
 from moe_fast.kernel.sums import sum_rest
 from moe_fast.kernel.tokens import list_all_tokens
-from moe_fast.kernel.transport import put_results
+from moe_fast.kernel.transport import landings_of, put_results
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -186,7 +186,7 @@ def consume(
                 # product: a thread that used it here would hold its product up for the time of a load.
                 place = buffer_tile(k, a, row_tile) * TILE_ROWS + warp_id * 16 + lane % 16
                 if cutlass.const_expr(not k.by_token):
-                    home = home_of(k, a, side, place)
+                    home = landing_of(k, a, side, place)
             if cutlass.const_expr(k.put):
                 # nothing of the last product is left: else it would be kept in memory over the calls below
                 acc.fill(0.0)
@@ -234,21 +234,25 @@ def consume(
             else:
                 row = warp_id * 16 + lane % 16
                 address = home_address(
-                    k, a, side, home, row < filled and routed, peers, row_tile * TILE_ROWS + row, place
+                    k, a, side, home, row < filled and routed, peers, row_tile * TILE_ROWS + row, place,
+                    column,
                 )  # fmt: skip
                 if cutlass.const_expr(k.shared_intermediate > 0):
                     if row < filled and not routed:
                         token = Int64(row_tile * TILE_ROWS + row)
                         address = a.shared_rows + token * (k.hidden * k.element_size)
+                        if cutlass.const_expr(k.put):
+                            address += Int64(column) * (TILE_COLUMNS * k.element_size)
                 return_rows(
                     k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
                     sBias + number % k.biases * TILE_COLUMNS, thread,
                 )  # fmt: skip
                 if cutlass.const_expr(k.put):
                     if routed:
+                        landings = landings_of(k, a, side, row_tile, filled, lane)
                         # any warp may put any row
                         sync_consumers()
-                        put_results(k, a, side, row_tile, column, filled, warp_id, lane)
+                        put_results(k, a, side, row_tile, column, landings, warp_id, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(sent + returns % k.sent)

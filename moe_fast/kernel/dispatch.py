@@ -129,6 +129,8 @@ def push_unit(
         if mine:
             if cutlass.const_expr(k.put):
                 write(target + row_bytes, 0, (a.rank << HOME_BITS) | route)
+                if cutlass.const_expr(k.by_place):
+                    write(target + row_bytes, 1, (a.rank << HOME_BITS) | place)
             else:
                 write(base + a.home_at, side * a.rows + row, (a.rank << HOME_BITS) | route)
         cute.arch.sync_warp()
@@ -207,7 +209,10 @@ def push_own(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int3
         route = first + j * CONSUMERS
         if mine:
             if cutlass.const_expr(k.put):
-                write(targets - inside + Int64(row[j]) * k.row_pitch + row_bytes, 0, (a.rank << HOME_BITS) | route)
+                tail = targets - inside + Int64(row[j]) * k.row_pitch + row_bytes
+                write(tail, 0, (a.rank << HOME_BITS) | route)
+                if cutlass.const_expr(k.by_place):
+                    write(tail, 1, (a.rank << HOME_BITS) | place[j])
             else:
                 write(a.heap + a.home_at, side * a.rows + row[j], (a.rank << HOME_BITS) | route)
         bits = cute.arch.vote_ballot_sync(mine)

@@ -35,7 +35,7 @@ from moe_fast.kernel.constants import (
     TILE_ROWS,
 )
 from moe_fast.kernel.shapes import KernelShape
-from moe_fast.kernel.signals import Args, gmem, result_at
+from moe_fast.kernel.signals import Args, gmem, result_at, staged_at, tile_at_home
 
 LOWEST = 1 << 24
 """Device addresses are above this, offsets inside a row below."""
@@ -602,13 +602,14 @@ def turn_few(
 @cute.jit
 def home_address(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, home: Int32, used: Boolean, peers: cute.Pointer,
-    staged_row: Int32, buffer_row: Int32,
+    staged_row: Int32, buffer_row: Int32, column: Int32,
 ) -> Int64:  # fmt: skip
     """First byte of the row that `home` names, or 0 unless it is used. peers: the heaps' addresses (shared memory).
 
     In the wire format "tokens" every result stays here, in row `staged_row` of the results.
-    With put-with-signal a result for another rank is staged: in row `staged_row` of the results. In the fixed layout a
-    result goes to round 1 of the coordinates that its row, `buffer_row`, has in round 0, with this rank as the source.
+    With put-with-signal `home` is the row's `landing_of`, and the address that of the row's part of column tile
+    `column`; a result for another rank is staged: in row `staged_row` of the results. In the fixed layout a result goes
+    to round 1 of the coordinates that its row, `buffer_row`, has in round 0, with this rank as the source.
     """
     address = Int64(0)
     if cutlass.const_expr(k.by_token):
@@ -616,11 +617,13 @@ def home_address(
             address = a.heap + a.results_at + Int64(staged_row) * (k.hidden * k.element_size)
     elif used:
         rank, route = home >> HOME_BITS, home & ((1 << HOME_BITS) - 1)
-        base = a.heap if k.put else cute.arch.load(peers + rank, Int64)
-        address = base + result_at(k, a, side, rank, route, buffer_row)
         if cutlass.const_expr(k.put):
-            if rank != a.rank:
-                address = a.heap + a.results_at + Int64(staged_row) * (k.hidden * k.element_size)
+            address = a.heap + staged_at(k, a, staged_row, column)
+            if rank == a.rank:
+                address = a.heap + tile_at_home(k, a, side, rank, route, buffer_row, column)
+        else:
+            base = cute.arch.load(peers + rank, Int64)
+            address = base + result_at(k, a, side, rank, route, buffer_row)
     return address
 
 
@@ -641,9 +644,10 @@ def return_rows(
 ):
     """A consumer warp sends its 16 rows of a GEMM1 tile home: 256 columns to row (token, k) of each row's source rank.
 
-    Lane l knows the address of row l % 16. The rows pass through the warp's own part of the epilogue buffers, one line
-    at a time, so that a store instruction covers four rows of 128 bytes. Nobody waits for these stores here:
-    the storer's fence and counters come after all eight warps have issued theirs.
+    Lane l knows the address of row l % 16, with puts that of its part of the column tile. The rows pass through the
+    warp's own part of the epilogue buffers, one line at a time, so that a store instruction covers four rows of 128
+    bytes. Nobody waits for these stores here: the storer's fence and counters come after all eight warps have issued
+    theirs.
 
     The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
     """
@@ -674,7 +678,7 @@ def return_rows(
         for step in cutlass.range_constexpr(4):
             row = step * 4 + lane // 8
             place = cute.arch.shuffle_sync(address, row)
-            first = Int64(column) * (TILE_COLUMNS * k.element_size)
+            first = Int64(0) if k.put else Int64(column) * (TILE_COLUMNS * k.element_size)
             places.append(place + first + (c * LINE_BYTES + lane % 8 * 16))
             inside = row * k.line + ((lane % 8) ^ (row % 8)) * (16 // k.element_size)
             pieces.append(cute.arch.load(chunk + inside, vector, ss="cta"))

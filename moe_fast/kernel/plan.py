@@ -484,6 +484,8 @@ def list_routes(
             write(a.send, place[j], Int64(route) | (Int64(row[j]) << 32), Int64)
             if cutlass.const_expr(k.fixed):
                 write(a.where, route, home_row(a, row[j], read(a.placement, target), a.rank))
+            if cutlass.const_expr(k.by_place):
+                write(a.where, route, place[j])
     token = tile * TILE_ROWS + thread
     if thread < TILE_ROWS and token < a.tokens:
         valid = token_rows[0]

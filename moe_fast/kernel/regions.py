@@ -62,7 +62,8 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
           + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
 
     With put-with-signal rows lie 128 bytes further apart, counters take 8 bytes, and rows to send are staged:
-    K * max_tokens rows (wire) and R results.
+    K * max_tokens rows (wire) and R results. Results then lie column tile by column tile, each row tile's (results), a
+    side's (returned) or, in the fixed layout, those of a slot.
 
     In the wire format "tokens" P - 1 partials of a token come back instead of K results, results stay here (R rows),
     and beside the rows stand the words of `wire_words`.
@@ -128,7 +129,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "tile_slot": tiles * 4,
             "tile_rows": tiles * 4,
             "tile_at": tiles * 4 * (2 if shape.carries else int(shape.fixed)),
-            "where": routes * 4 if shape.fixed or shape.by_token else 0,
+            "where": routes * 4 if shape.fixed or shape.by_token or shape.put else 0,
             "arrived_target": all_rows(shape, max_tokens) // TILE_ROWS * 4,
             "back_target": SIDES * max(max_tokens, 1) * 4,
             "counters": SIDES * counter_words(shape, max_tokens, blocks) * 4,

@@ -316,6 +316,12 @@ class KernelShape:
         return self.transport == "put_signal"
 
     @property
+    def by_place(self) -> bool:
+        """Whether a result comes back to its place in the send list instead of to its route, so that neighbours in a
+        row tile are neighbours at home. The fixed layout's coordinates are so by themselves."""
+        return self.put and not self.fixed
+
+    @property
     def by_token(self) -> bool:
         """Whether a token crosses once to each rank and one partial sum comes back, instead of a row for each route."""
         return self.wire_format == "tokens"

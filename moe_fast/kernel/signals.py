@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.constants import COUNTER_WORDS, TILE_ROWS
+from moe_fast.kernel.constants import COUNTER_WORDS, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.regions import sum_words
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.layout import ROUNDS, SIDES, ceil_div
@@ -223,6 +223,14 @@ def home_of(k, a, side, row):
     return read(a.heap + a.home_at, side * a.rows + row)
 
 
+def landing_of(k, a, side, row):
+    """Where the result of a row of the dispatch buffer lands: `home_of`, or in the second word of the packet's end the
+    same with its place in the source's send list instead of its route."""
+    if k.by_place:
+        return read(a.heap + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch + k.hidden * k.element_size, 1)
+    return home_of(k, a, side, row)
+
+
 def home_row(a, row, owner, source):
     """Where in the fixed layout the result of buffer row `row`, computed by `owner`, comes back to its `source`.
 
@@ -236,6 +244,51 @@ def result_at(k, a, side, rank, route, row):
     if k.fixed:
         return a.rows_at + (Int64(side) * a.rows + home_row(a, row, a.rank, rank)) * k.row_pitch
     return a.returned_at + (Int64(side) * (a.max_tokens * k.top_k) + route) * (k.hidden * k.element_size)
+
+
+# With put-with-signal results lie column tile by column tile, where they are staged and where they land: what a task
+# has made of neighbouring rows is one stretch of bytes.
+
+
+@cute.jit
+def column_bytes(k: cutlass.Constexpr[KernelShape], column: Int32) -> Int32:
+    """Bytes that a row has in a column tile: 256 columns, in the last one what is left."""
+    width = TILE_COLUMNS * k.element_size
+    return min(Int32(width), k.hidden * k.element_size - column * width)
+
+
+def in_tiles(k, rows, row, column):
+    """Offset of a row's part of a column tile in a block of `rows` rows that lies column tile by column tile."""
+    width = TILE_COLUMNS * k.element_size
+    own = width if k.hidden % TILE_COLUMNS == 0 else column_bytes(k, column)
+    return Int64(rows) * (column * width) + Int64(row) * own
+
+
+def staged_at(k, a, row, column):
+    """Offset of a column tile of row `row` of the results that are put; 128 rows are a block."""
+    tile = row // TILE_ROWS
+    block = a.results_at + Int64(tile) * (TILE_ROWS * k.hidden * k.element_size)
+    return block + in_tiles(k, TILE_ROWS, row - tile * TILE_ROWS, column)
+
+
+def landed_rows(k, a):
+    """Rows of a block of results that peers have put here: all of a side, in the fixed layout those of a slot."""
+    return a.slot_capacity if k.fixed else a.max_tokens * k.top_k
+
+
+def tile_at_home(k, a, side, rank, place, row, column):
+    """Offset in the heap of `rank` of a column tile of a result that is put, computed here from buffer row `row`.
+
+    place: in the send list of `rank`, which only the compact layout asks for.
+    """
+    rows = landed_rows(k, a)
+    if not k.fixed:
+        side_bytes = Int64(rows) * (k.hidden * k.element_size)
+        return a.returned_at + Int64(side) * side_bytes + in_tiles(k, rows, place, column)
+    landing = home_row(a, row, a.rank, rank)
+    block = landing // rows * rows
+    start = a.rows_at + (Int64(side) * a.rows + block) * k.row_pitch
+    return start + in_tiles(k, rows, landing - block, column)
 
 
 def add(address, index, value, scope, sem="relaxed"):

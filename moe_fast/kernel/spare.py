@@ -54,7 +54,7 @@ def spare(
             if cutlass.const_expr(k.scheduler == "spare_warps"):
                 first = block - 4
             usable = Boolean(True)
-            if cutlass.const_expr(k.fixed or k.by_token):
+            if cutlass.const_expr(k.fixed or k.by_token or k.put):
                 # without a plan nobody has written where results come back
                 usable = read(a.plan, PlanWord.USABLE) != 0
             if usable:

@@ -12,12 +12,15 @@ What differs from stores, all of it at compile time (`KernelShape.put`):
 * Signals are 64-bit words. Only their lower halves are looked at, so waits are the same.
 * Consumers put what their block has just stored, a column tile of each row, where they would otherwise store it;
   counting and signals are those of stores.
+* Results land by their place in the send list, not by route: there an owner's rows of an expert are neighbours, as they
+  are in its row tiles. Staged and landed they lie column tile by column tile, so that neighbours are one run of bytes.
+  A packet's end carries the place beside the home. In the fixed layout coordinates are neighbours by themselves.
 
 A put to a peer of the same host is a copy by this warp, 512 bytes to load, then to store, one step after the other: 1
-us a step where the bytes come from L2, a tenth of that from L1. So packets are asked for in one go before they are put
-(`touch`); for results, one step each, that brings nothing. The puts' completion takes 10 us while rows are on their
-way, and a signal has to wait for it: packets that land side by side go in one put, a unit of rows has one `quiet` and a
-signal for each row tile, a column tile of results has one.
+us a step where the bytes come from L2, a tenth of that from L1. So what is more than a step is asked for in one go
+before it is put (`touch`). The puts' completion takes 10 us while rows are on their way, and a signal has to wait for
+it: what lands side by side goes in one put, a unit of rows has one `quiet` and a signal for each row tile, a column
+tile of results has one.
 
 Who puts has the bytes from its own SM: a warp stages its unit itself, and results come from consumers of the same
 block. So a barrier orders them before the put's loads, and L1 holds no older version of them. NVSHMEM has the fence
@@ -32,7 +35,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass._mlir.dialects.cute import PtrType
 from cutlass.base_dsl.typing import get_mlir_types
 
-from moe_fast.kernel.constants import HOME_BITS, PACKET_TAIL, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.constants import HOME_BITS, PACKET_TAIL, TILE_ROWS
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     PUT_RESULTS,
@@ -43,15 +46,19 @@ from moe_fast.kernel.signals import (
     arrived_word,
     back_word,
     buffer_tile,
+    column_bytes,
     fetch_add,
     gmem,
     home_of,
+    landing_of,
     read,
-    result_at,
     returned_word,
     shared_returned,
     side_counters,
+    staged_at,
+    tile_at_home,
 )
+from moe_ref.layout import ceil_div
 
 SIGNAL_SET, SIGNAL_ADD = 9, 10
 """NVSHMEM_SIGNAL_SET and NVSHMEM_SIGNAL_ADD."""
@@ -61,8 +68,12 @@ GROUPS = TILE_ROWS // 32
 """Rows of a tile that a lane knows: its own of every 32."""
 PIECE_BYTES = 8192
 """What a warp asks for before it puts it: two warps of an SM do so, and 28 KB are left for L1."""
+RESULT_PIECE_BYTES = 2048
+"""The same of results, which eight warps of an SM put at one time."""
+STEP_BYTES = 512
+"""What a put copies in one step: asking for it first would only be a step more."""
 HOME_BYTES = 16
-"""What of a packet behind its row is sent: the home, and what fills it up to 16 bytes."""
+"""What of a packet behind its row is sent: the home, the result's place there, and what fills it up to 16 bytes."""
 SECTOR_BYTES = 32
 """What L1 fetches at least."""
 WARP_BYTES = 32 * SECTOR_BYTES
@@ -161,14 +172,7 @@ def put_rows(
         target = landing + Int64(cute.arch.shuffle_sync(row, r)) * pitch
         until = next_bit(heads, r, count)
         # what lies behind the last packet's home stays here
-        left = (until - r) * pitch - (PACKET_TAIL - HOME_BYTES)
-        while left > 0:
-            size = min(left, Int32(PIECE_BYTES))
-            touch(source, size, lane)
-            nvshmem_put(gmem(target), gmem(source), Uint64(size // 4), destination)
-            source += PIECE_BYTES
-            target += PIECE_BYTES
-            left -= PIECE_BYTES
+        put_run(target, source, (until - r) * pitch - (PACKET_TAIL - HOME_BYTES), destination, PIECE_BYTES, lane)
         r = until
     nvshmem_quiet()
     cute.arch.sync_warp()
@@ -197,6 +201,25 @@ def lowest(bits):
     return Int32(cute.arch.popc((bits & (0 - bits)) - 1))
 
 
+def highest(bits):
+    """The highest set bit; -1 if there is none."""
+    return 31 - Int32(cute.arch.clz(bits))
+
+
+@cute.jit
+def put_run(target: Int64, source: Int64, size: Int32, rank: Int32, piece: cutlass.Constexpr, lane: Int32):
+    """A whole warp: `size` bytes (a multiple of 16) to another rank, in pieces that it asks for first."""
+    left = size
+    while left > 0:
+        part = min(left, Int32(piece))
+        if part > STEP_BYTES:
+            touch(source, part, piece, lane)
+        nvshmem_put(gmem(target), gmem(source), Uint64(part // 4), rank)
+        source += piece
+        target += piece
+        left -= piece
+
+
 @cute.jit
 def homes_of(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, first: Int32, filled: Int32,
@@ -217,40 +240,70 @@ def homes_of(
 
 
 @cute.jit
+def landings_of(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, filled: Int32, lane: Int32
+) -> cute.Tensor:
+    """`homes_of` a routed tile's rows, as `landing_of` names them."""
+    first = buffer_tile(k, a, row_tile) * TILE_ROWS
+    landings = cute.make_rmem_tensor(GROUPS, Int32)
+    for i in cutlass.range_constexpr(GROUPS):
+        landings[i] = a.rank << HOME_BITS
+        if i * 32 + lane < filled:
+            landings[i] = landing_of(k, a, side, first + i * 32 + lane)
+    return landings
+
+
+@cute.jit
 def put_results(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, column: Int32, filled: Int32,
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, column: Int32, landings: cute.Tensor,
     warp: Int32, lane: Int32,
 ):  # fmt: skip
     """One of the eight consumer warps puts its share of column tile `column` of a row tile: of those rows that other
     ranks wait for, from `results`, where the block's consumers have stored them before a barrier.
 
-    Rows from one rank lie side by side in a tile, so a warp's own 16 would often be all of them or none: the rows that
-    leave are dealt out one by one.
+    Rows from one rank lie side by side in a tile, so a warp's own 16 would often be all of them or none: of the rows
+    that leave each warp takes an eighth, one after the other. Rows that are neighbours here and at home are one run.
+    landings: `landings_of` the tile.
     """
-    row_bytes, width = k.hidden * k.element_size, TILE_COLUMNS * k.element_size
-    inside = Int64(column) * width
-    size = Int32(width)
-    if cutlass.const_expr(row_bytes % width > 0):
-        size = min(size, row_bytes - column * width)
+    width = column_bytes(k, column)
     first = buffer_tile(k, a, row_tile) * TILE_ROWS
-    homes = homes_of(k, a, side, row_tile, first, filled, Boolean(True), lane)
-    staged = a.heap + a.results_at + Int64(row_tile) * TILE_ROWS * row_bytes + inside
-    dealt = Int32(0)
+    leaving, dealt, total = [], [], Int32(0)
     for i in cutlass.range_constexpr(GROUPS):
-        owner, route = homes[i] >> HOME_BITS, homes[i] & ((1 << HOME_BITS) - 1)
-        leaving = owner != a.rank
-        all_leaving = Int32(cute.arch.vote_ballot_sync(leaving))
-        number = dealt + cute.arch.popc(all_leaving & ((1 << lane) - 1))
-        left = Int32(cute.arch.vote_ballot_sync(leaving and number % WARPS == warp))
-        dealt += cute.arch.popc(all_leaving)
-        target = a.heap + result_at(k, a, side, owner, route, first + i * 32 + lane) + inside
-        while left != 0:
-            r = lowest(left)
-            nvshmem_put(
-                gmem(cute.arch.shuffle_sync(target, r)), gmem(staged + Int64(i * 32 + r) * row_bytes),
-                Uint64(size // 4), cute.arch.shuffle_sync(owner, r),
+        leaving.append(Int32(cute.arch.vote_ballot_sync(landings[i] >> HOME_BITS != a.rank)))
+        dealt.append(total)
+        total += Int32(cute.arch.popc(leaving[i]))
+    share = ceil_div(total, WARPS)
+    begin = min(warp * share, total)
+    end = min(begin + share, total)
+    # where runs of this warp's rows begin
+    starts = []
+    last = Int32(-1)
+    for i in cutlass.range_constexpr(GROUPS):
+        before = cute.arch.shuffle_sync_up(landings[i], 1, mask_and_clamp=0)
+        if lane == 0:
+            before = last
+        last = cute.arch.shuffle_sync(landings[i], 31)
+        follows = landings[i] == before + 1
+        if cutlass.const_expr(k.fixed):
+            follows = landings[i] >> HOME_BITS == before >> HOME_BITS
+        number = dealt[i] + cute.arch.popc(leaving[i] & ((1 << lane) - 1))
+        mine = ((leaving[i] >> lane) & 1) != 0 and number >= begin and number < end
+        starts.append(Int32(cute.arch.vote_ballot_sync(mine and (number == begin or not follows))))
+    # from the last run to the first: where one begins, the one before has ended
+    for step in cutlass.range_constexpr(GROUPS):
+        i = GROUPS - 1 - step
+        owner, place = landings[i] >> HOME_BITS, landings[i] & ((1 << HOME_BITS) - 1)
+        target = a.heap + tile_at_home(k, a, side, owner, place, first + i * 32 + lane, column)
+        bits = starts[i]
+        while bits != 0:
+            r = highest(bits)
+            number = dealt[i] + Int32(cute.arch.popc(leaving[i] & ((1 << r) - 1)))
+            put_run(
+                cute.arch.shuffle_sync(target, r), a.heap + staged_at(k, a, row_tile * TILE_ROWS + i * 32 + r, column),
+                (end - number) * width, cute.arch.shuffle_sync(owner, r), RESULT_PIECE_BYTES, lane,
             )  # fmt: skip
-            left = left & (left - 1)
+            end = number
+            bits = bits ^ (1 << r)
 
 
 @cute.jit
@@ -300,15 +353,14 @@ def count_put(
 
 
 @cute.jit
-def touch(source: Int64, size: Int32, lane: Int32):
-    """A whole warp: have `size` bytes (a multiple of 16, at most PIECE_BYTES) brought into L1, for the put that
-    follows.
+def touch(source: Int64, size: Int32, most: cutlass.Constexpr, lane: Int32):
+    """A whole warp: have `size` bytes (a multiple of 16, at most `most`) brought into L1, for the put that follows.
 
     A put's loop has one load of a lane on its way and waits for it; here all are on their way together.
     """
     seen = Int32(0)
     values = []
-    for i in cutlass.range_constexpr(PIECE_BYTES // WARP_BYTES):
+    for i in cutlass.range_constexpr(most // WARP_BYTES):
         values.append(read(source + Int64(min((i * 32 + lane) * SECTOR_BYTES, size - 4)), 0))
     for value in values:
         seen = seen | value

@@ -17,6 +17,7 @@ from moe_fast.record import fill_record
 from moe_ref import LayerStats, MoEConfig, MoELayer, cases
 from moe_ref.errors import UsageError
 from moe_ref.pipeline import Record
+from moe_ref.placement import Placement
 
 SHAPE = KernelShape.from_config(MoEConfig(hidden=128, intermediate=64, experts=4, top_k=2, dtype="bfloat16"), 1)
 
@@ -128,3 +129,49 @@ def test_what_a_call_by_tokens_leaves_behind(ranks: list[int]) -> None:
     assert np.array_equal(got.sent_PG, want.sent_PG)
     remote = [LayerStats.of(record, BY_TOKENS, torch.bfloat16).bytes_remote for record in (got, want)]
     assert remote[0] == remote[1] > 0
+
+
+@pytest.mark.parametrize("layout", ["compact", "fixed"])
+def test_results_that_were_put_are_read_back_by_route(layout) -> None:
+    """They lie column tile by column tile: in the order of the send list, in the fixed layout slot by slot."""
+    hidden, tokens, side = 576, 50, 1
+    config = MoEConfig(
+        hidden=hidden, intermediate=64, experts=4, top_k=2, dtype="float16", layout=layout, max_tokens=64, tile_rows=128
+    )
+    shape = KernelShape.from_config(
+        config, 2, placement=Placement.contiguous(4, 2) if layout == "fixed" else None, transport="put_signal"
+    )
+    engine = object.__new__(Engine)
+    engine.shape, engine.max_tokens, engine.rows = shape, 64, buffer_rows(shape, 64)
+    engine.in_heap, size = heap_regions(shape, 64)
+    engine.heap = Heap(torch.full((size,), 0x7F, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 0, 2)
+    engine.in_workspace, size = workspace_regions(shape, 64, 132)
+    engine.workspace = torch.full((size,), 0x7F, dtype=torch.uint8)
+
+    def own(name: str) -> torch.Tensor:
+        return engine.view(engine.workspace, engine.in_workspace[name], torch.int32)
+
+    own("control")[0] = side + 1
+    generator = torch.Generator().manual_seed(3)
+    masked = torch.rand(tokens * 2, generator=generator) < 0.2
+    own("expert")[: tokens * 2] = torch.where(masked, -1, 3).int()
+    rows = engine.rows if shape.fixed else tokens * 2
+    where = torch.randperm(rows, generator=generator)[: tokens * 2]
+    want = torch.randn(tokens * 2, hidden, generator=generator).half()
+    # of each slot and rank in the fixed layout, else all that a side has room for
+    block = 128 if shape.fixed else 64 * 2
+    name, pitch = ("rows", hidden + 64) if shape.fixed else ("returned", hidden)
+    flat = engine.view(engine.heap.memory, engine.in_heap[name], torch.float16)
+    # L[1, 1, side]: of rank 1, that came back
+    first = ((1 * 2 + 1) * 2) * engine.rows if shape.fixed else 0
+    for route in (~masked).nonzero().flatten().tolist():
+        row = first + int(where[route])
+        own("where")[route] = row
+        row += side * (engine.rows if shape.fixed else block)
+        for column in range(0, hidden, 256):
+            width = min(256, hidden - column)
+            at = row // block * block * pitch + block * column + row % block * width
+            flat[at : at + width] = want[route, column : column + width]
+    got = engine.buffers(tokens).returned_NH
+    assert got is not None
+    assert torch.equal(got[~masked], want[~masked])

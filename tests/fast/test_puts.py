@@ -18,6 +18,7 @@ import pytest
 
 from moe_fast.kernel import constants, limits
 from moe_fast.kernel.shapes import KernelShape
+from moe_ref import layout
 from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
 
@@ -25,11 +26,26 @@ KERNEL = Path(limits.__file__).parent
 LANES, RANKS, RANK = 32, 3, 2
 ROWS, TOKENS = 512, 64
 PUT_ROWS, PUT_RESULTS = 4, 5
-TRANSPORT = (
-    "put_rows", "next_bit", "lowest", "homes_of", "put_results", "count_put", "touch", "SIGNAL_ADD", "WARPS", "GROUPS",
-    "PIECE_BYTES", "HOME_BYTES", "SECTOR_BYTES", "WARP_BYTES",
-)  # fmt: skip
-SIGNALS = ("arrived_word", "back_word", "buffer_tile", "home_of", "home_row", "result_at")
+SOURCES = {
+    "signals": (
+        "arrived_word", "back_word", "buffer_tile", "home_of", "home_row", "landing_of", "column_bytes", "in_tiles",
+        "staged_at", "landed_rows", "tile_at_home",
+    ),
+    "transport": (
+        "put_rows", "put_run", "next_bit", "lowest", "highest", "homes_of", "landings_of", "put_results", "count_put",
+        "touch", "SIGNAL_ADD", "WARPS", "GROUPS", "PIECE_BYTES", "RESULT_PIECE_BYTES", "STEP_BYTES", "HOME_BYTES",
+        "SECTOR_BYTES", "WARP_BYTES",
+    ),
+    "dispatch": ("push_unit", "push_own", "boost_rows", "VECTOR_BYTES"),
+    "gemm": ("home_address",),
+    "combine": ("result_at_home",),
+    "plan": ("list_routes", "routes_per_thread", "starts_of", "tiles_per_part", "place_of"),
+}  # fmt: skip
+"""Of each file of the kernel what is run here."""
+
+
+class Long(int):
+    """Int64, which is told from Int32 where memory is read."""
 
 
 class Warp:
@@ -86,7 +102,7 @@ class Warp:
             assert min(source, target) >= 0
             assert max(source, target) + size <= self.heaps.shape[1]
             assert target % 16 == source % 16 == size % 16 == 0
-            if self.asked_first:
+            if self.asked_first and size > self.names["STEP_BYTES"]:
                 asked = {s // 32 for s in range(source, source + size, 16)}
                 assert asked <= self.touched, "a put's bytes weren't asked for"
             self.heaps[rank][target : target + size] = self.heaps[RANK][source : source + size]
@@ -107,11 +123,21 @@ class Warp:
         self.heaps[rank][at : at + 8].view(np.int64)[0] += value
         self.log.append(("signal", rank))
 
-    def _read(self, address: int, index: int) -> int:
-        at = address + index * 4
-        assert 0 <= at <= self.heaps.shape[1] - 4, "a load beyond the heap"
+    def _read(self, address, index: int, dtype: type = int) -> int:
+        if not isinstance(address, int):
+            return int(address[index])
+        size = 8 if dtype is Long else 4
+        at = address + index * size
+        assert 0 <= at <= self.heaps.shape[1] - size, "a load beyond the heap"
         self.touched.add(at // 32)
-        return int(self.heaps[RANK][at : at + 4].view(np.int32)[0])
+        return int(self.heaps[RANK][at : at + size].view(f"i{size}")[0])
+
+    def _write(self, address, index: int, value: int, dtype: type = int) -> None:
+        if not isinstance(address, int):
+            address[index] = value
+            return
+        assert dtype is int
+        self.heaps[RANK][address + index * 4 :][:4].view(np.int32)[0] = value
 
     def _fetch_add(self, counters: Counter, place: int) -> int:
         counters[place] += 1
@@ -130,19 +156,25 @@ class Warp:
             shuffle_sync_up=up,
             vote_ballot_sync=lambda bit: sum(1 << i for i, one in enumerate(self.together(bool(bit))) if one),
             sync_warp=lambda: self.together(None) and None,
+            clz=lambda bits: 32 - (bits & 0xFFFFFFFF).bit_length(),
             popc=lambda bits: (bits & 0xFFFFFFFF).bit_count(),
             fence_acq_rel_sys=lambda: None,
             fence_acq_rel_gpu=lambda: None,
         )
         names = {
-            "cute": SimpleNamespace(jit=jit, arch=arch, make_rmem_tensor=lambda size, kind: [0] * size),
+            "cute": SimpleNamespace(
+                jit=jit, arch=arch, make_rmem_tensor=lambda size, kind: [0] * size, size=len, Tensor=None, Pointer=None
+            ),
             "cutlass": SimpleNamespace(
                 range_constexpr=range, const_expr=lambda value: value, Constexpr=None,
                 select_=lambda condition, yes, no: yes if condition else no,
             ),
-            "Int32": int, "Int64": int, "Uint64": int, "Boolean": bool, "KernelShape": KernelShape, "Args": None,
+            "Int32": int, "Int64": Long, "Uint64": int, "Boolean": bool, "KernelShape": KernelShape, "Args": None,
             "gmem": lambda address, dtype=None: address,
-            "read": self._read,
+            "read": self._read, "write": self._write, "copy_pair": lambda *_: None, "fence_far": lambda k: None,
+            "ceil_div": layout.ceil_div, "return_row": layout.return_row, "CONSUMERS": 256,
+            "next_target": lambda last, rows: last + rows,
+            "PlanWord": constants.PlanWord,
             "await_values": lambda value: None,
             "nvshmem_put": self._put, "nvshmem_quiet": self._quiet, "nvshmem_signal": self._signal,
             "add_signal": self._add_signal,
@@ -156,7 +188,7 @@ class Warp:
             "ROUNDS": 2, "SIDES": 2,
             **{name: value for name, value in vars(constants).items() if name.isupper()},
         }  # fmt: skip
-        for module, wanted in (("signals", SIGNALS), ("transport", TRANSPORT)):
+        for module, wanted in SOURCES.items():
             tree = ast.parse((KERNEL / f"{module}.py").read_text())
             kept = []
             for node in tree.body:
@@ -181,7 +213,7 @@ def machine(k: KernelShape, **more) -> tuple[Warp, SimpleNamespace]:
     sizes = {
         "rows_at": ROWS * pitch * k.row_factor, "returned_at": 2 * TOKENS * k.top_k * row_bytes,
         "wire_at": TOKENS * k.top_k * pitch, "arrived_at": ROWS * k.row_factor // 128 * 8, "back_at": 2 * TOKENS * 8,
-        "results_at": ROWS * row_bytes,
+        "x": TOKENS * row_bytes, "results_at": ROWS * row_bytes,
     }  # fmt: skip
     at, offset = {}, 0
     for name, size in sizes.items():
@@ -195,7 +227,7 @@ def machine(k: KernelShape, **more) -> tuple[Warp, SimpleNamespace]:
     warp = Warp(k, heaps)
     a = SimpleNamespace(
         heap=0, rows=ROWS, max_tokens=TOKENS, rank=RANK, control=warp.control, counters=warp.counters, aborted=False,
-        tile_at=None, **at, **more,
+        tile_at=None, slot_capacity=ROWS // k.slots, **at, **more,
     )  # fmt: skip
     return warp, a
 
@@ -248,57 +280,195 @@ def test_staged_packets_land_in_runs_with_a_signal_for_each_tile(hidden, dtype, 
     assert warp.control == {PUT_ROWS: count}
 
 
-@pytest.mark.parametrize("filled", [128, 77, 1])
+def in_column_tiles(rows: np.ndarray, width: int) -> np.ndarray:
+    """Rows of bytes as one string, column tile by column tile."""
+    return np.concatenate([rows[:, c : c + width].reshape(-1) for c in range(0, rows.shape[1], width)])
+
+
+def runs_of(owners: np.ndarray, places: np.ndarray) -> list[tuple[int, int]]:
+    """(warp, rows) of every run of neighbours that are neighbours at home, too, within each warp's share."""
+    leaving = np.flatnonzero(owners != RANK)
+    share = max(1, -(-len(leaving) // 8))
+    out: list[tuple[int, int]] = []
+    for number, r in enumerate(leaving):
+        begins = number % share == 0 or owners[r - 1] != owners[r] or places[r - 1] + 1 != places[r]
+        if begins:
+            out.append((number // share, 0))
+        out[-1] = (out[-1][0], out[-1][1] + 1)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("filled", "order"),
+    [(128, "neighbours"), (128, "one source"), (77, "scattered"), (77, "neighbours"), (1, "scattered")],
+)
 @pytest.mark.parametrize(
     ("hidden", "dtype", "layout"),
     [
         (512, "bfloat16", "compact"),
         (320, "bfloat16", "compact"),
         (544, "float32", "compact"),
-        (512, "bfloat16", "fixed"),
+        (448, "bfloat16", "fixed"),
     ],
 )
-def test_column_tiles_of_remote_rows_go_home_and_the_last_block_signals(hidden, dtype, layout, filled):
-    """Each column tile is put by its own block, remote rows only; a token hears of a row once, after all of them."""
+def test_column_tiles_of_remote_rows_go_home_and_the_last_block_signals(hidden, dtype, layout, order, filled):
+    """Each column tile is put by its own block, remote rows only, a run of neighbours in one go; there the combine
+    finds them. A token hears of a row once, after all of them."""
     k = shape_of(hidden, dtype, layout)
-    row_tile, buffer = 3, (2 if layout == "fixed" else 3)
+    row_tile, buffer = (3, 2) if k.fixed else (3, 3)
     warp, a = machine(k)
     warp.names["buffer_tile"] = lambda k, a, tile: buffer
-    side, rng = 1, np.random.default_rng(filled)
-    owners = rng.integers(0, RANKS, 128)
-    routes = rng.permutation(TOKENS * k.top_k)[:128]
+    side, rng, routes_here = 1, np.random.default_rng(filled), TOKENS * k.top_k
+    routes, places = (rng.permutation(routes_here)[:128] for _ in range(2))
+    if order == "scattered":
+        owners = rng.integers(0, RANKS, 128)
+    elif order == "one source":
+        owners, places = np.full(128, 1), np.arange(128)
+    else:
+        # rows of rank 0, 1 and 2, with a gap in the places of each: what replicas may leave
+        owners = np.repeat([0, 1, 2], [50, 40, 38])
+        places = np.concatenate([np.arange(50) + 7, np.arange(40), np.arange(38)])
+        places[[*range(20, 50), *range(75, 90)]] += 5
+    if k.fixed:
+        # a tile is of one source
+        owners = np.full(128, RANK if order == "neighbours" else 0)
     row_bytes, pitch, first = hidden * k.element_size, k.row_pitch, buffer * 128
     for r in range(128):
-        home = a.rows_at + (side * ROWS + first + r) * pitch + row_bytes
-        warp.heaps[RANK][home : home + 4].view(np.int32)[0] = (owners[r] << constants.HOME_BITS) | routes[r]
+        end = a.rows_at + (side * ROWS + first + r) * pitch + row_bytes
+        words = warp.heaps[RANK][end : end + 8].view(np.int32)
+        words[:] = (owners[r] << constants.HOME_BITS) | np.array([routes[r], places[r]])
     before = warp.heaps.copy()
+    share = warp.names["put_results"]
+    warp.names["put_share"] = lambda k, a, side, row_tile, column, filled, consumer, lane: share(
+        k, a, side, row_tile, column, warp.names["landings_of"](k, a, side, row_tile, filled, lane), consumer, lane
+    )
+    own, index = owners[:filled], np.arange(filled) if k.fixed else places[:filled]
+    remote, runs = int((own != RANK).sum()), runs_of(own, index)
+    width = 256 * k.element_size
     for column in reversed(range(k.columns1)):
-        warp.log.clear()
-        shares = []
+        bytes_each = min(width, row_bytes - column * width)
+        puts = []
         for consumer in range(8):
-            warp.run("put_results", k, a, side, row_tile, column, filled, consumer)
-            shares.append(len(warp.log) - sum(shares))
-        assert max(shares) - min(shares) <= 1, "the rows are dealt out evenly"
+            warp.log.clear()
+            warp.touched.clear()
+            warp.asked_first = True
+            warp.run("put_share", k, a, side, row_tile, column, filled, consumer)
+            assert [entry[0] for entry in warp.log] == ["put"] * len(warp.log)
+            sizes = [entry[1] for entry in warp.log]
+            assert sum(sizes) == sum(rows for one, rows in runs if one == consumer) * bytes_each
+            puts += sizes
+        piece = warp.names["RESULT_PIECE_BYTES"]
+        assert len(puts) == sum(-(-rows * bytes_each // piece) for _, rows in runs)
+        warp.log.clear()
         warp.run("count_put", k, a, side, row_tile, column, filled, True)
         kinds = [entry[0] for entry in warp.log]
-        remote = int((owners[:filled] != RANK).sum())
-        assert kinds.count("put") == remote
-        assert kinds[:remote] == ["put"] * remote
-        assert kinds.count("quiet") == (remote > 0)
-        assert kinds.count("signal") == (0 if column else filled)
+        assert kinds == ["quiet"] * (remote > 0) + ["signal"] * (0 if column else filled)
     expected = before.copy()
+    staged = before[RANK][a.results_at + row_tile * 128 * row_bytes :][: 128 * row_bytes]
+    results = np.zeros((128, row_bytes), np.uint8)
+    for r, c in np.ndindex(128, k.columns1):
+        bytes_each = min(width, row_bytes - c * width)
+        results[r, c * width :][:bytes_each] = staged[128 * c * width + r * bytes_each :][:bytes_each]
+    assert (in_column_tiles(results, width) == staged).all()
+    # a block of results at home, row by row
+    block = a.slot_capacity if k.fixed else routes_here
+    for owner in {0, 1, 2} - {RANK}:
+        start = a.returned_at + side * routes_here * row_bytes
+        inside = places
+        if k.fixed:
+            # L[source, 0, side, slot, index] comes back as L[owner, 1, side, slot, index]
+            there = side * ROWS + first + ((RANK - owner) * 2 + 1) * 2 * ROWS
+            start, inside = a.rows_at + there // block * block * pitch, there % block + np.arange(128)
+        home = np.zeros((block, row_bytes), np.uint8)
+        for c in range(k.columns1):
+            bytes_each = min(width, row_bytes - c * width)
+            tile = before[owner][start + block * c * width :][: block * bytes_each].reshape(block, bytes_each)
+            home[:, c * width :][:, :bytes_each] = tile
+        mine = np.flatnonzero(own == owner)
+        home[inside[mine]] = results[mine]
+        expected[owner][start : start + block * row_bytes] = in_column_tiles(home, width)
     for r in range(filled):
-        owner, route = owners[r], routes[r]
-        if owner != RANK:
-            target = a.returned_at + (side * TOKENS * k.top_k + route) * row_bytes
-            if k.fixed:
-                # L[source, 0, side, slot, index] comes back as L[owner, 1, side, slot, index]
-                target = a.rows_at + (side * ROWS + first + r + ((RANK - owner) * 2 + 1) * 2 * ROWS) * pitch
-            source = a.results_at + (row_tile * 128 + r) * row_bytes
-            expected[owner][target : target + row_bytes] = before[RANK][source : source + row_bytes]
-        expected[owner][a.back_at :][: 2 * TOKENS * 8].view(np.int64)[side * TOKENS + route // k.top_k] += 1
+        back = expected[owners[r]][a.back_at :][: 2 * TOKENS * 8].view(np.int64)
+        back[side * TOKENS + routes[r] // k.top_k] += 1
     assert (warp.heaps == expected).all()
-    assert warp.control == ({PUT_RESULTS: remote} if remote else {PUT_RESULTS: 0})
+    assert warp.control == {PUT_RESULTS: remote}
+    # what the combine reads at home is what was computed
+    for r in range(0, filled, 5):
+        where, side_at = [int(places[r])] * k.top_k, a.returned_at + side * routes_here * row_bytes
+        if k.fixed:
+            row = first + r + ((RANK - owners[r]) * 2 + 1) * 2 * ROWS
+            where = [int(row % block)] * 2 + [int(row // block * block)] * 2
+            side_at = a.rows_at + side * ROWS * pitch
+        for inside in range(0, row_bytes, 16):
+            at = warp.names["result_at_home"](k, a, side_at, None, where, 1, inside % 512, inside // 512 * 512)
+            if owners[r] != RANK:
+                assert (warp.heaps[owners[r]][at : at + 16] == results[r, inside : inside + 16]).all()
+            elif inside % width == 0:
+                arguments = (k, a, side, (RANK << 26) | int(places[r]), True, None, row_tile * 128 + r, first + r)
+                assert warp.names["home_address"](*arguments, inside // width) == at, "where it is stored at home"
+
+
+def test_every_route_finds_its_place_again():
+    """Where a route's result comes back to is its entry's place in the send list; masked routes have neither."""
+    k, rng = shape_of(512), np.random.default_rng(5)
+    count = TOKENS * k.top_k
+    expert = rng.integers(-1, 6, count)
+    each = np.bincount(expert[expert >= 0], minlength=6)
+    starts, noise = np.cumsum(each) - each, -7
+    warp, a = machine(
+        k, tokens=TOKENS, expert=expert, index=[int((expert[:r] == expert[r]).sum()) for r in range(count)],
+        histogram=np.zeros(6, int), list_start=np.tile(starts, k.plan_parts), row_shift=np.arange(6) * 1000,
+        send=np.full(count, noise), where=np.full(count, noise),
+    )  # fmt: skip
+    # this side's targets, one word a token
+    a.back_target = a.back_at
+    for thread in range(256):
+        routes = [[expert[thread] if thread < count else -1], [a.index[thread] if thread < count else 0], [1, 2]]
+        warp.names["list_routes"](k, a, 1, 0, routes, ([-1], [0]), thread)
+    kept = expert >= 0
+    assert (a.where[~kept] == noise).all()
+    assert (a.send[kept.sum() :] == noise).all()
+    order = np.argsort(expert, kind="stable")[(~kept).sum() :]
+    assert (a.where[order] == np.arange(kept.sum())).all()
+    assert (a.send[: kept.sum()] & 0xFFFFFFFF == order).all()
+
+
+@pytest.mark.parametrize(("layout", "own"), [("compact", False), ("compact", True), ("fixed", False)])
+def test_a_packet_tells_its_route_and_its_place(layout, own):
+    """Behind every row lie its home and, where results come back by place, the same with the place in the send list."""
+    k = shape_of(64, layout=layout)
+    side, begin, count, destination = 1, 40, 13, RANK if own else 0
+    starts = np.zeros(k.plan_parts * k.experts + RANKS + 1, int)
+    starts[k.plan_parts * k.experts + destination :] = [begin] + [begin + count] * (RANKS - destination)
+    send, rng = np.zeros(TOKENS * k.top_k, np.int64), np.random.default_rng(1)
+    routes, rows = rng.permutation(TOKENS * k.top_k)[:count], rng.permutation(ROWS)[:count]
+    send[begin : begin + count] = routes | (rows << 32)
+    for pushed in ("push_unit", "push_own"):
+        warp, a = machine(k, list_start=starts, send=send)
+        warp.names["put_rows"] = lambda *_: None
+        if pushed == "push_own":
+            if not own:
+                continue
+            # one route a thread, of token tile 0
+            place, row = np.full((32, 1), -1), np.zeros((32, 1), int)
+            place[:count, 0], row[:count, 0] = begin + np.arange(count), rows
+            push = warp.names["push_own"]
+            warp.names["push"] = lambda k, a, side, tile, lane, push=push, place=place, row=row: push(
+                k, a, side, tile, (place[lane], row[lane]), lane
+            )
+            warp.run("push", k, a, side, 0)
+            routes = np.arange(count)
+        else:
+            for number in range(2):
+                warp.run("push_unit", k, a, side, destination, number, 8)
+        for i in range(count):
+            at = a.wire_at + (begin + i) * k.row_pitch
+            if own:
+                at = a.rows_at + (side * ROWS + rows[i]) * k.row_pitch
+            words = warp.heaps[RANK][at + 128 : at + 136].view(np.int32)
+            assert words[0] == (RANK << constants.HOME_BITS) | routes[i]
+            if k.by_place:
+                assert words[1] == (RANK << constants.HOME_BITS) | (begin + i)
 
 
 def test_nothing_is_signalled_after_a_failure_and_shared_rows_stay():
