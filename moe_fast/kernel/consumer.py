@@ -46,10 +46,10 @@ def consume(
     rows_memory: cute.Pointer, memory: cute.Pointer,
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
     chunk_full: cute.Pointer, chunk_empty: cute.Pointer, sent: cute.Pointer, slots: cute.Pointer,
-    word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+    word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
-    """The two consumer warpgroups, 256 threads."""
+    """The two consumer warpgroups, 256 threads. pair: the stage barriers of a paired kernel's products."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
     warp_id = cute.arch.make_warp_uniform(thread >> 5)
@@ -144,6 +144,9 @@ def consume(
         shape = cute.shape(thr_copy.partition_S(sC))[:3]
         copy = (tiled_copy, thr_copy.partition_D(sC), cute.make_rmem_tensor(shape, dtype))
 
+    if cutlass.const_expr(k.paired):
+        full, empty = pair
+        count = Int32(0)
     number, parity, returns = Int32(0), Int32(0), Int32(0)
     go = Boolean(block < processors)
     while go:
@@ -159,7 +162,7 @@ def consume(
                 routed = Int32(task_slot(word)) != SHARED_SLOT
                 if kind != GEMM0 and not routed:
                     depth = Int32(k.shared_depth1)
-            filled = filled_rows(word)
+            filled = filled_rows(k, word)
             # the wait for the first operands is not work
             cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
             start = now(k)
@@ -173,10 +176,13 @@ def consume(
             if cutlass.const_expr(k.put):
                 # nothing of the last product is left: else it would be kept in memory over the calls below
                 acc.fill(0.0)
-            if group == 0 or filled > TILE_ROWS // 2:
-                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+            used = group == 0 or filled > TILE_ROWS // 2
+            if cutlass.const_expr(k.paired):
+                used = filled > group * (TILE_ROWS // 2)
+            if used:
+                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
             else:
-                count = pass_over(full, empty, count, depth)
+                count = pass_over(full, empty, count, depth, k.paired)
             if cutlass.const_expr(k.trace):
                 if thread == 0:
                     note(a, block, 3, start, word)
