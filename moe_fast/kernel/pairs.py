@@ -17,9 +17,9 @@ Who waits for whom across the pair, and why that ends:
   waited for the phase before.
 - Induction over steps: step n is loaded when both blocks' consumers have released step n - 4 and both loaders have
   come to n. A consumer between two tasks waits for its epilogue's buffers, that is for its own storer, which waits for
-  its own TMA stores. A loader between two tasks waits for rows or hidden tiles; what it waits for was loaded by steps
-  before n, in other pairs by tasks before (see `scheduler`), in this one by storers that do not wait for any loader.
-  Each of these waits ends with the clock, and a loader whose wait has failed goes on and loads: so does the other one.
+  its own TMA stores. A loader between two tasks waits for rows, which no product holds up, or for hidden tiles: those
+  of tasks before its own (see `scheduler`), whose steps, if they were this pair's, are all below n. These waits also
+  end with the clock, and a loader whose wait has failed goes on and loads, so the other block isn't left alone.
 - Stage barriers of the gate are others: a block's token tiles are its own, and their number may differ in a pair. The
   same memory isn't written too early, for tasks come after the plan, the plan after the logits of all token tiles.
 - Words. The first block's dispatcher fetches them, looks up what both blocks need, and sends the second its own; that
