@@ -96,6 +96,20 @@ def blocks_per_rank(multiprocessors: int, ranks: int, scheduler: str) -> int:
     return blocks
 
 
+def whole_pairs(blocks: int, scheduler: str) -> int:
+    """The largest even number of blocks that is no larger than `blocks`, for processors of two blocks.
+
+    Raises:
+        UsageError: that is too few for the scheduler.
+    """
+    even = blocks - blocks % 2
+    if even < LEAST_BLOCKS[scheduler]:
+        raise UsageError(
+            f"{blocks} blocks are {even // 2} pairs, scheduler={scheduler!r} needs {LEAST_BLOCKS[scheduler]} blocks"
+        )
+    return even
+
+
 class MegakernelError(RuntimeError):
     """The kernel reported a failure."""
 
@@ -252,6 +266,8 @@ class Engine:
                     f"scheduler={shape.scheduler!r}"
                 )
             self.blocks = blocks
+        if shape.paired:
+            self.blocks = whole_pairs(self.blocks, shape.scheduler)
         self.in_heap, heap_bytes = heap_regions(shape, max_tokens)
         if heap.size < heap_bytes:
             raise UsageError(

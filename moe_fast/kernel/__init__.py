@@ -20,6 +20,7 @@ gemm        TMA loads, the wgmma main loop, the epilogue
 processor   what the roles of a processor block say to each other: task words, completion
 loader, storer, spare, consumer
             the roles of a processor block: one warp each, and two warpgroups of consumers
+pairs       two blocks as one processor, which share weights: its task words, and why nobody waits for ever
 combine     the weighted sum of a token's results
 megakernel  host entry point (descriptors, launch) and the kernel that hands the warps their roles
 """

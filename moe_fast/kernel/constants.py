@@ -42,6 +42,8 @@ HOME_BITS = 26
 """Where a row goes home to is one int32: source rank above, route (token, choice) in this many low bits."""
 FILLED_SHIFT = 48
 """In the block's task word, above the task's own bits: rows of the row tile that are no padding."""
+SAME_SHIFT = 56
+"""In the task word of a paired kernel, above the rows: whether both blocks of the pair multiply by the same weights."""
 EARLY = 256
 """In the table of a row tile's rows: a bit for a tile whose rows are all among the first ones of its own rank."""
 AHEAD = 8

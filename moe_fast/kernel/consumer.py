@@ -49,10 +49,10 @@ def consume(
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
     chunk_full: cute.Pointer, chunk_empty: cute.Pointer, few_free: cute.Pointer, sent: cute.Pointer,
     slots: cute.Pointer,
-    word_full: cute.Pointer, word_empty: cute.Pointer, epoch: Int32, side: Int32,
+    word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
-    """The two consumer warpgroups, 256 threads."""
+    """The two consumer warpgroups, 256 threads. pair: the stage barriers of a paired kernel's products."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
     warp_id = cute.arch.make_warp_uniform(thread >> 5)
@@ -153,6 +153,9 @@ def consume(
         shape = cute.shape(thr_copy.partition_S(sC))[:3]
         copy = (tiled_copy, thr_copy.partition_D(sC), cute.make_rmem_tensor(shape, dtype))
 
+    if cutlass.const_expr(k.paired):
+        full, empty = pair
+        count = Int32(0)
     number, parity, returns = Int32(0), Int32(0), Int32(0)
     go = Boolean(block < processors)
     while go:
@@ -168,7 +171,7 @@ def consume(
                 routed = Int32(task_slot(word)) != SHARED_SLOT
                 if kind != GEMM0 and not routed:
                     depth = Int32(k.shared_depth1)
-            filled = filled_rows(word)
+            filled = filled_rows(k, word)
             if cutlass.const_expr(k.carries):
                 if filled > TILE_ROWS:
                     # the ring of the carried rows is both warpgroups' first buffer: free once the storer has read it
@@ -190,14 +193,28 @@ def consume(
             if cutlass.const_expr(k.put):
                 # nothing of the last product is left: else it would be kept in memory over the calls below
                 acc.fill(0.0)
+            used = group == 0 or filled > TILE_ROWS // 2
+            if cutlass.const_expr(k.paired):
+                used = filled > group * (TILE_ROWS // 2)
             if cutlass.const_expr(k.carries):
                 if filled > TILE_ROWS:
                     few_row = (row_tile + 1) * TILE_ROWS + lane % CARRIED_ROWS
                     few_home = Int32(0)
                     if kind != GEMM0:
-                        few_home = home_of(k, a, side, few_row)
+                        few_home = landing_of(k, a, side, few_row)
                     count = multiply_carrying(
-                        dtype, acc, few_acc, a_frag, b_frag, w_frag, few_frag, full, empty, count, depth
+                        dtype,
+                        acc,
+                        few_acc,
+                        a_frag,
+                        b_frag,
+                        w_frag,
+                        few_frag,
+                        full,
+                        empty,
+                        count,
+                        depth,
+                        k.paired,
                     )
                     # the other warpgroup may still read the ring out of the buffers
                     sync_consumers()
@@ -209,17 +226,18 @@ def consume(
                         turn_few(k, dtype, True, few_acc, own, address, column, group, thread)
                     else:
                         address = home_address(
-                            k, a, side, few_home, TILE_ROWS + lane % CARRIED_ROWS < filled, peers, few_row, few_row
-                        )
+                            k, a, side, few_home, TILE_ROWS + lane % CARRIED_ROWS < filled, peers, few_row, few_row,
+                            column,
+                        )  # fmt: skip
                         turn_few(k, dtype, False, few_acc, own, address, column, group, thread)
-                elif group == 0 or filled > TILE_ROWS // 2:
-                    count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+                elif used:
+                    count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
                 else:
-                    count = pass_over(full, empty, count, depth)
-            elif group == 0 or filled > TILE_ROWS // 2:
-                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth)
+                    count = pass_over(full, empty, count, depth, k.paired)
+            elif used:
+                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
             else:
-                count = pass_over(full, empty, count, depth)
+                count = pass_over(full, empty, count, depth, k.paired)
             if cutlass.const_expr(k.trace):
                 if thread == 0:
                     note(a, block, 3, start, word)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, TFloat32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, TFloat32
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import warpgroup
 
@@ -81,7 +81,38 @@ def tiled_mma(dtype, columns: int = TILE_COLUMNS) -> cute.TiledMma:
 
 
 @cute.jit
+def load_weights(
+    k: cutlass.Constexpr[KernelShape], weight_atom: cute.CopyAtom, first_half: cute.Tensor, second_half: cute.Tensor,
+    weight_smem: cute.Tensor, step: Int32, full: cute.Pointer, stage: Int32, pair: tuple,
+):  # fmt: skip
+    """The weights of one step of a task.
+
+    pair: in a paired kernel whether both blocks multiply by the same weights, and which of the two this is. Then each
+    loads one half of them for both; a stage is as full either way.
+    """
+    if cutlass.const_expr(k.paired):
+        same, member = pair
+        targets = Int16(1) << Int16(member)
+        if same:
+            targets = Int16(3)
+        if not same or member == 0:
+            cute.copy(
+                weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage,
+                mcast_mask=targets,
+            )  # fmt: skip
+        if not same or member == 1:
+            cute.copy(
+                weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage,
+                mcast_mask=targets,
+            )  # fmt: skip
+    else:
+        cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
+        cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
+
+
+@cute.jit
 def load_product(
+    k: cutlass.Constexpr[KernelShape],
     depth: cutlass.Constexpr,
     full: cute.Pointer,
     empty: cute.Pointer,
@@ -95,6 +126,7 @@ def load_product(
     weight_smem: cute.Tensor,
     asked: cute.Pointer,
     rows_there: cutlass.Constexpr,
+    pair: tuple,
 ) -> Int32:
     """The whole loader warp streams one task's operands; returns the new running count of stages.
 
@@ -102,6 +134,7 @@ def load_product(
     operands, and not long before, for a task that waits behind this one could run elsewhere.
     rows_there: rows that rows_atom loads, 128, or 64 or FEW_ROWS where the others are padding (rows_smem then counts
     such parts of a stage). What a stage holds in their place multiplies into rows of results that nobody reads.
+    pair: see `load_weights`.
     """
     for step in range(depth):
         stage = count % STAGES
@@ -113,14 +146,14 @@ def load_product(
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + TILE_COLUMNS) * LINE_BYTES)
         place = stage * (TILE_ROWS // rows_there)
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
-        cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
-        cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
+        load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
         count += 1
     return count
 
 
 @cute.jit
 def load_carrying(
+    k: cutlass.Constexpr[KernelShape],
     depth: cutlass.Constexpr,
     full: cute.Pointer,
     empty: cute.Pointer,
@@ -138,6 +171,7 @@ def load_carrying(
     asked: cute.Pointer,
     few_free: cute.Pointer,
     turn: Int32,
+    pair: tuple,
 ) -> Int32:
     """As `load_product`, for a full row tile and CARRIED_ROWS rows of the next one; returns the new running count.
 
@@ -156,8 +190,7 @@ def load_carrying(
                 full + stage, (TILE_ROWS + CARRIED_ROWS + TILE_COLUMNS) * LINE_BYTES
             )
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
-        cute.copy(weight_atom, first_half[(None, step)], weight_smem[(None, stage * 2)], tma_bar_ptr=full + stage)
-        cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
+        load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
         if step == STAGES - 1:
             cute.arch.mbarrier_wait(few_free, turn & 1)
             for early in cutlass.range_constexpr(STAGES - 1):
@@ -224,10 +257,14 @@ def load_logits(
 
 
 @cute.jit
-def release(empty: cute.Pointer, count: Int32):
-    """A consumer warp hands a stage back to the loader."""
+def release(empty: cute.Pointer, count: Int32, paired: cutlass.Constexpr = False):
+    """A consumer warp hands a stage back to the loader, or to those of both blocks, which both fill it."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(empty + count % STAGES)
+        if cutlass.const_expr(paired):
+            for member in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_arrive(empty + count % STAGES, member)
+        else:
+            cute.arch.mbarrier_arrive(empty + count % STAGES)
 
 
 @cute.jit
@@ -241,6 +278,7 @@ def multiply(
     empty: cute.Pointer,
     count: Int32,
     depth: Int32,
+    paired: cutlass.Constexpr = False,
 ) -> Int32:
     """A consumer warpgroup accumulates one task; returns the new running count of stages."""
     # made here, not handed in: whether it accumulates is a property of the object, which may not outlive a loop body
@@ -263,10 +301,10 @@ def multiply(
         warpgroup.commit_group()
         # the product of one step stays in flight, so only the stage before it is free
         warpgroup.wait_group(1)
-        release(empty, count)
+        release(empty, count, paired)
         count = following
     warpgroup.wait_group(0)
-    release(empty, count)
+    release(empty, count, paired)
     return count + 1
 
 
@@ -283,6 +321,7 @@ def multiply_carrying(
     empty: cute.Pointer,
     count: Int32,
     depth: Int32,
+    paired: cutlass.Constexpr,
 ) -> Int32:
     """As `multiply`, and beside it the product of the CARRIED_ROWS rows, with its operands in turned roles: out^T =
     W rows^T, blocks of 64 weight rows (w_frag, the same memory as b_frag) by CARRIED_ROWS rows.
@@ -311,10 +350,10 @@ def multiply_carrying(
             cute.gemm(few_mma, few_acc, w_frag[(None, None, kb, stage)], few_frag[(None, None, kb, stage)], few_acc)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
-        release(empty, count)
+        release(empty, count, paired)
         count = following
     warpgroup.wait_group(0)
-    release(empty, count)
+    release(empty, count, paired)
     return count + 1
 
 
@@ -403,12 +442,12 @@ def sync_group(group):
 
 
 @cute.jit
-def pass_over(full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32) -> Int32:
+def pass_over(full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32, paired: cutlass.Constexpr) -> Int32:
     """A consumer warpgroup whose 64 rows are all padding: hand the stages back unread, leave the tensor cores to the
     other one; returns the new running count of stages."""
     for _ in range(depth):
         cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
-        release(empty, count)
+        release(empty, count, paired)
         count += 1
     return count
 

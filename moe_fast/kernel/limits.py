@@ -40,6 +40,24 @@ def unsupported_wire(config: MoEConfig, ranks: int, transport: str) -> list[str]
     return []
 
 
+def unsupported_pairs(config: MoEConfig, ranks: int, scheduler: str, transport: str) -> list[str]:
+    """What about a layer processors of two blocks can't do, in words."""
+    out = []
+    if scheduler == "os_block":
+        out.append("paired with scheduler=os_block (its last block would be half of a pair)")
+    if transport == "put_signal":
+        out.append("paired with transport=put_signal (direct stores only)")
+    if config.wire_format == "tokens" and ranks > 1:
+        out.append('paired with wire_format=tokens (only "routes")')
+    if config.layout == "fixed":
+        out.append("paired with layout=fixed (only the compact layout)")
+    if config.shared_intermediate:
+        out.append("paired with a shared expert (its token tiles are tasks of one block)")
+    if config.expert_bias:
+        out.append("paired with expert_bias (biases come with a stage that both blocks fill)")
+    return out
+
+
 def most_rounds(experts: int, replicas: int, slots: int) -> int:
     """Most rounds of a placement (`Placement.rounds`): an expert waits for a round only while every earlier one has
     another expert of one of its ranks."""

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
+from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SAME_SHIFT, SHARED_SLOT, TILE_ROWS
 from moe_fast.kernel.gemm import load_bias, load_carrying, load_logits, load_product
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
@@ -37,9 +37,9 @@ def load(
     sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
-    few_free: cute.Pointer, side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
+    few_free: cute.Pointer, pair: tuple, side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
 ):  # fmt: skip
-    """The loader warp."""
+    """The loader warp. pair: in a paired kernel the stage barriers of products, and which of the two blocks this is."""
     one = cute.make_layout(1)
     aRowsFew, tRowsFew, aHiddenFew, tHiddenFew = few
     pairs = []
@@ -136,6 +136,10 @@ def load(
     counters = side_counters(a, side)
     arrived = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+    if cutlass.const_expr(k.paired):
+        # both blocks count the stages of their common tasks from 0 on, however many token tiles each has had
+        full, empty, member = pair
+        count = Int32(0)
     number = Int32(0)
     go = Boolean(True)
     while go:
@@ -144,6 +148,9 @@ def load(
         go = kind != STOP
         if go:
             expert = Int32(task_slot(word))
+            couple = ()
+            if cutlass.const_expr(k.paired):
+                couple = (Int32((word >> SAME_SHIFT) & 1) != 0, member)
             low, high = column * 2, column * 2 + 1
             if cutlass.const_expr(k.gated):
                 if kind == GEMM0:
@@ -170,9 +177,9 @@ def load(
                     if kind == GEMM0:
                         # a token tile is read where it is, nobody has to send it
                         count = load_product(
-                            k.depth0, full, empty, count, aToken, gToken[(None, row_tile, None)], sToken,
+                            k, k.depth0, full, empty, count, aToken, gToken[(None, row_tile, None)], sToken,
                             aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
-                            sSharedFirst, asked, TILE_ROWS,
+                            sSharedFirst, asked, TILE_ROWS, couple,
                         )  # fmt: skip
                     else:
                         wait_reached(
@@ -181,13 +188,13 @@ def load(
                         )  # fmt: skip
                         cute.arch.fence_proxy("async")
                         count = load_product(
-                            k.shared_depth1, full, empty, count, aSharedHidden,
+                            k, k.shared_depth1, full, empty, count, aSharedHidden,
                             gSharedHidden[(None, row_tile, None)], sSharedHidden, aSharedSecond,
                             gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
-                            asked, TILE_ROWS,
+                            asked, TILE_ROWS, couple,
                         )  # fmt: skip
             if cutlass.const_expr(k.carries):
-                if filled_rows(word) > TILE_ROWS:
+                if filled_rows(k, word) > TILE_ROWS:
                     # a full row tile and the few rows of the next one
                     routed = Boolean(False)
                     next_tile = row_tile + 1
@@ -201,9 +208,10 @@ def load(
                         cute.arch.fence_proxy("async")
                         first = side * (a.rows // TILE_ROWS)
                         count = load_carrying(
-                            k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows, aFirst,
-                            gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst, aRowsNext,
-                            gRowsNext[(None, (first + next_tile) * boxes, None)], sRowsNext, asked, few_free, turn,
+                            k, k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows,
+                            aFirst, gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst,
+                            aRowsNext, gRowsNext[(None, (first + next_tile) * boxes, None)], sRowsNext, asked, few_free,
+                            turn, couple,
                         )  # fmt: skip
                     else:
                         wait_reached(
@@ -212,10 +220,10 @@ def load(
                         )  # fmt: skip
                         cute.arch.fence_proxy("async")
                         count = load_carrying(
-                            k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
+                            k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
                             gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)], sSecond,
                             aHiddenNext, gHiddenNext[(None, next_tile * boxes, None)], sHiddenNext, asked, few_free,
-                            turn,
+                            turn, couple,
                         )  # fmt: skip
                     turn += 1
             if routed:
@@ -228,21 +236,21 @@ def load(
                     cute.arch.fence_proxy("async")
                     gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
                     tile = side * (a.rows // TILE_ROWS) + tile
-                    if filled_rows(word) > TILE_ROWS // 2:
+                    if filled_rows(k, word) > TILE_ROWS // 2:
                         count = load_product(
-                            k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
-                            sFirst, asked, TILE_ROWS,
+                            k, k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
+                            sFirst, asked, TILE_ROWS, couple,
                         )  # fmt: skip
-                    elif filled_rows(word) > FEW_ROWS:
+                    elif filled_rows(k, word) > FEW_ROWS:
                         count = load_product(
-                            k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)], sRowsHalf,
-                            aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2,
+                            k, k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)], sRowsHalf,
+                            aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2, couple,
                         )  # fmt: skip
                     else:
                         count = load_product(
-                            k.depth0, full, empty, count, aRowsFew,
+                            k, k.depth0, full, empty, count, aRowsFew,
                             gRowsFew[(None, tile * (TILE_ROWS // FEW_ROWS), None)], sRowsFew, aFirst, gA, gB, sFirst,
-                            asked, FEW_ROWS,
+                            asked, FEW_ROWS, couple,
                         )  # fmt: skip
                 else:
                     wait_reached(
@@ -251,20 +259,20 @@ def load(
                     )  # fmt: skip
                     cute.arch.fence_proxy("async")
                     gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
-                    if filled_rows(word) > TILE_ROWS // 2:
+                    if filled_rows(k, word) > TILE_ROWS // 2:
                         count = load_product(
-                            k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
-                            aSecond, gA, gB, sSecond, asked, TILE_ROWS,
+                            k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
+                            aSecond, gA, gB, sSecond, asked, TILE_ROWS, couple,
                         )  # fmt: skip
-                    elif filled_rows(word) > FEW_ROWS:
+                    elif filled_rows(k, word) > FEW_ROWS:
                         count = load_product(
-                            k.depth1, full, empty, count, aHiddenHalf, gHiddenHalf[(None, row_tile * 2, None)],
-                            sHiddenHalf, aSecond, gA, gB, sSecond, asked, TILE_ROWS // 2,
+                            k, k.depth1, full, empty, count, aHiddenHalf, gHiddenHalf[(None, row_tile * 2, None)],
+                            sHiddenHalf, aSecond, gA, gB, sSecond, asked, TILE_ROWS // 2, couple,
                         )  # fmt: skip
                     else:
                         count = load_product(
-                            k.depth1, full, empty, count, aHiddenFew,
+                            k, k.depth1, full, empty, count, aHiddenFew,
                             gHiddenFew[(None, row_tile * (TILE_ROWS // FEW_ROWS), None)], sHiddenFew, aSecond, gA, gB,
-                            sSecond, asked, FEW_ROWS,
+                            sSecond, asked, FEW_ROWS, couple,
                         )  # fmt: skip
         number += 1

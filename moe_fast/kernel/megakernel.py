@@ -10,6 +10,8 @@ warps their roles:
                             Subscribers (scheduler="spare_warps")
     warps 4-11  consumers   gate, send list, first rows, wgmma and epilogue, combine
 
+In a paired kernel blocks 2 i and 2 i + 1 are one processor, see `pairs`.
+
 With scheduler="os_block" the last block has no processor: warp 0 is the Scheduler, warps 1-3 the Subscribers.
 
 Epochs: the call number lives in device memory and is moved on by the last block to leave; its lowest bit is the staging
@@ -40,6 +42,7 @@ from moe_fast.kernel.constants import (
 from moe_fast.kernel.consumer import consume
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
+from moe_fast.kernel.pairs import dispatch_pair_words, meet, pass_words_on
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.processor import READERS, dispatch_words
 from moe_fast.kernel.scheduler import schedule
@@ -116,8 +119,10 @@ class MegaKernel:
         lAf1, few = cute.slice_(lAf, (None, None, 0)), ()
         for rows in (mRows, mHidden):
             few += (*cpasync.make_tiled_tma_atom(load, rows, lAf1, (FEW_ROWS, k.line), **rounded),)
-        aFirst, tFirst = cpasync.make_tiled_tma_atom(load, mFirst, lB1, half_box, **rounded)
-        aSecond, tSecond = cpasync.make_tiled_tma_atom(load, mSecond, lB1, half_box, **rounded)
+        # what a pair of blocks loads once, whole halves at a time, is for those that a mask names
+        weights = cpasync.CopyBulkTensorTileG2SMulticastOp() if k.paired else load
+        aFirst, tFirst = cpasync.make_tiled_tma_atom(weights, mFirst, lB1, half_box, **rounded)
+        aSecond, tSecond = cpasync.make_tiled_tma_atom(weights, mSecond, lB1, half_box, **rounded)
         aOut, tOut = cpasync.make_tiled_tma_atom(store, mHidden, lC1, chunk_box)
         lBias = cute.make_layout((HALF_COLUMNS, 1, 2 * k.biases), stride=(1, HALF_COLUMNS, HALF_COLUMNS))
         bias, shared = (), ()
@@ -165,6 +170,9 @@ class MegaKernel:
             few_free: cute.struct.MemRange[Int64, int(k.carries)]
             peers: cute.struct.MemRange[Int64, k.ranks]
             slots: cute.struct.MemRange[Int64, k.words]
+            pair_full: cute.struct.MemRange[Int64, STAGES if k.paired else 0]
+            pair_empty: cute.struct.MemRange[Int64, STAGES if k.paired else 0]
+            inbox: cute.struct.MemRange[Int64, 3 if k.paired else 0]
             sBias: cute.struct.Align[cute.struct.MemRange[dtype, TILE_COLUMNS * k.biases if k.expert_bias else 0], 128]
             sA: cute.struct.Align[cute.struct.MemRange[operand, cute.cosize(lA)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[operand, cute.cosize(lB)], 1024]
@@ -175,7 +183,10 @@ class MegaKernel:
             a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
             aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden, lE, lA, lA1, lAh, lAf,
             lB, lBh, lG, lC, lCs, lBias,
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
+        ).launch(
+            grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
+            **({"cluster": (2, 1, 1)} if k.paired else {}),
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -250,10 +261,23 @@ class MegaKernel:
                     cute.arch.mbarrier_init(word_full + i, 1)
                     cute.arch.mbarrier_init(word_empty + i, READERS)
                 cute.arch.mbarrier_init(asked, 1)
+                if cutlass.const_expr(k.paired):
+                    for i in cutlass.range_constexpr(STAGES):
+                        cute.arch.mbarrier_init(s.pair_full.data_ptr() + i, 1)
+                        cute.arch.mbarrier_init(s.pair_empty.data_ptr() + i, 16)
+                    for i in cutlass.range_constexpr(2):
+                        cute.arch.mbarrier_init(s.inbox.data_ptr() + 1 + i, 1)
         if thread < k.ranks:
             cute.arch.store(s.peers.data_ptr() + thread, read(a.peers, thread, Int64))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        load_pair, consume_pair = (), ()
+        if cutlass.const_expr(k.paired):
+            meet()
+            member = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            inbox = s.inbox.data_ptr()
+            consume_pair = (s.pair_full.data_ptr(), s.pair_empty.data_ptr())
+            load_pair = (*consume_pair, member)
 
         sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
         sAh = s.sA.get_tensor(lAh.outer, swizzle=lAh.inner)
@@ -279,11 +303,19 @@ class MegaKernel:
                         k, a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
                         tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, sE,
                         sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
-                        word_empty, asked, few_free, side, block, processors, token_tiles,
+                        word_empty, asked, few_free, load_pair, side, block, processors, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
-                        dispatch_words(k, a, side, slots, word_full, word_empty, asked, block, processors)
+                        if cutlass.const_expr(k.paired):
+                            if member == 0:
+                                dispatch_pair_words(
+                                    k, a, side, slots, word_full, word_empty, asked, inbox, block, processors
+                                )
+                            else:
+                                pass_words_on(k, a, side, slots, word_full, word_empty, inbox, processors)
+                        else:
+                            dispatch_words(k, a, side, slots, word_full, word_empty, asked, block, processors)
                 elif warp_id == 2:
                     store(
                         k, a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slots, word_full, word_empty,
@@ -303,11 +335,14 @@ class MegaKernel:
             consume(
                 k, a, sA, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
-                few_free, sent, slots, word_full, word_empty, epoch, side, block, blocks, processors, token_tiles,
-                thread - 128,
+                few_free, sent, slots, word_full, word_empty, consume_pair, epoch, side, block, blocks, processors,
+                token_tiles, thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()
+        if cutlass.const_expr(k.paired):
+            # nobody leaves while the other block still arrives at barriers here
+            meet()
         if thread == 0:
             if fetch_add(a.control, EXITED) == blocks - 1:
                 write(a.control, EXITED, 0)

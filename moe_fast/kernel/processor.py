@@ -60,9 +60,10 @@ def unpack(word):
     return Int32(task_kind(word)), Int32(task_row_tile(word)), Int32(task_column_tile(word))
 
 
-def filled_rows(word):
+def filled_rows(k, word):
     """Rows of the task's row tile that are no padding, from the block's task word."""
-    return Int32(word >> FILLED_SHIFT)
+    rows = Int32(word >> FILLED_SHIFT)
+    return rows & (EARLY - 1) if k.paired else rows
 
 
 @cute.jit

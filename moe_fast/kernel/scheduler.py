@@ -57,9 +57,11 @@ def ticket_place(k: cutlass.Constexpr[KernelShape], ticket: Int32, row_tiles: In
 
     Row tiles are taken in groups of G. The list is: GEMM0 of group 0, then for each following group its GEMM0 and the
     GEMM1 of the group before, at last the GEMM1 of the last group. Within a group the row tile runs fastest, so a
-    weight tile is used by all its row tiles at one time.
+    weight tile is used by all its row tiles at one time. Where a processor is a pair of blocks, this counts in twos of
+    row tiles, and names the first.
     """
-    size = k.group_tiles
+    size = k.task_rows(k.group_tiles)
+    row_tiles = k.task_rows(row_tiles)
     groups = ceil_div(row_tiles, size)
     full0, full1 = gemm0_tasks(size, k.columns0), gemm1_tasks(size, k.columns1)
     group = Int32(0)
@@ -83,7 +85,7 @@ def ticket_place(k: cutlass.Constexpr[KernelShape], ticket: Int32, row_tiles: In
                 place = place - full1
                 group = pair + 1
     members = min(row_tiles - group * size, Int32(size))
-    return second, group * size + place % members, place // members
+    return second, k.first_tile(group * size + place % members), place // members
 
 
 @cute.jit
@@ -101,7 +103,8 @@ def next_ticket(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_til
     """Claim the next task of the ordered list, or stop."""
     word = Int64(STOP)
     ticket = fetch_add(side_counters(a, side), Counter.TICKET)
-    total = gemm0_tasks(row_tiles, k.columns0) + gemm1_tasks(row_tiles, k.columns1)
+    rows = k.task_rows(row_tiles)
+    total = gemm0_tasks(rows, k.columns0) + gemm1_tasks(rows, k.columns1)
     if ticket < total:
         if not aborted(a):
             word = ticket_word(k, a, ticket, row_tiles)
@@ -211,13 +214,13 @@ def prefix_of_ones(flag: Boolean) -> Int32:
 def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32, processors: Int32, lane: Int32):
     """The Scheduler: one warp; lane l serves processors l, l + 32, ... One round is one trip to memory.
 
-    Both queues hold blocks of B row tiles, B * columns tasks each; the last block is padded with tasks that processors
-    drop, so a task's place is plain arithmetic.
+    Both queues hold blocks of B row tiles, B * columns tasks each (half as many for pairs of blocks); the last block is
+    padded with tasks that processors drop, so a task's place is plain arithmetic.
     """
     lanes_of = 5  # processors per lane: up to 160 blocks
     counters = side_counters(a, side)
-    size = k.block_tiles
-    blocks = ceil_div(row_tiles, size)
+    size = k.task_rows(k.block_tiles)
+    blocks = ceil_div(row_tiles, k.block_tiles)
     per0, per1 = size * k.columns0, size * k.columns1
     backlog = processors
     sent = cute.make_rmem_tensor(lanes_of, Int32)
@@ -266,7 +269,7 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
                         if rank >= give1:
                             kind, block, place = Int32(GEMM0), chosen0, at0 % per0
                         # the row tile runs fastest; the processor looks the expert slot up
-                        row_tile = block * size + place % size
+                        row_tile = k.first_tile(block * size + place % size)
                         if row_tile >= row_tiles:
                             kind = Int32(NONE)
                         task = pack_task(Int64(kind), Int64(0), Int64(row_tile), Int64(place // size))

@@ -25,7 +25,7 @@ from moe_fast.kernel.constants import (
     UNIT_ROWS,
     WORDS,
 )
-from moe_fast.kernel.limits import unsupported, unsupported_placement, unsupported_wire
+from moe_fast.kernel.limits import unsupported, unsupported_pairs, unsupported_placement, unsupported_wire
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
 from moe_ref.layout import ROUNDS, SIDES, align_up, ceil_div
@@ -71,6 +71,8 @@ class KernelShape:
     capacity_factor: float | None = None
     wire_format: str = "routes"
     """On one rank nothing crosses, and both formats are "routes"."""
+    paired: bool = False
+    """Two neighbouring blocks are one processor and share the weights of its task, see `pairs`."""
 
     @classmethod
     def from_config(
@@ -82,11 +84,12 @@ class KernelShape:
         fp32_router: bool = False,
         placement: Placement | None = None,
         transport: str = "stores",
+        paired: bool = False,
     ) -> KernelShape:
         """Shape for a layer on `ranks` ranks; fp32_router: the router's weight is kept in fp32 (DeepSeek).
 
         Only the number of slots and replicas of a placement are compiled in; which expert is where is a table that a
-        launch hands over, so moving experts compiles nothing.
+        launch hands over, so moving experts compiles nothing. paired: processors of two blocks, see `pairs`.
 
         Raises:
             UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide.
@@ -105,6 +108,8 @@ class KernelShape:
         if transport not in TRANSPORTS:
             problems.append(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
         problems += unsupported_wire(config, ranks, transport)
+        if paired:
+            problems += unsupported_pairs(config, ranks, scheduler, transport)
         if problems:
             raise UsageError(
                 'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
@@ -145,6 +150,7 @@ class KernelShape:
             layout=config.layout,
             capacity_factor=config.capacity_factor,
             wire_format=config.wire_format if ranks > 1 else "routes",
+            paired=paired,
         )
 
     @property
@@ -173,6 +179,7 @@ class KernelShape:
         parts += [self.layout] if self.fixed else []
         parts += [f"capacity{self.capacity_factor:g}"] if self.drops else []
         parts += [self.wire_format] if self.by_token else []
+        parts += ["pairs"] if self.paired else []
         parts += [self.scheduler] + (["trace"] if self.trace else [])
         return "-".join(parts)
 
@@ -275,6 +282,15 @@ class KernelShape:
         """Row tiles that become ready together in the modes with a Scheduler: few, so that GEMM1 can begin soon; eight
         where there are many column tiles, for then the blocks under way share no weights, and each reads them anew."""
         return 8 if self.columns0 > 16 else 2
+
+    def task_rows(self, row_tiles):
+        """Tasks in one column of `row_tiles` neighbouring row tiles: one for each, or one for two. Traced by the
+        kernel."""
+        return (row_tiles + 1) >> 1 if self.paired else row_tiles
+
+    def first_tile(self, task_row):
+        """First row tile of row `task_row` of tasks. Traced by the kernel."""
+        return task_row * 2 if self.paired else task_row
 
     @property
     def gate_columns(self) -> int:

@@ -38,7 +38,10 @@ def spare(
             row_tiles = read(a.plan, PlanWord.ROW_TILES)
             if block == 0:
                 pushes = Boolean(False)
-                schedule(k, a, side, row_tiles, processors, lane)
+                workers = processors
+                if cutlass.const_expr(k.paired):
+                    workers = processors // 2
+                schedule(k, a, side, row_tiles, workers, lane)
             elif block < 4:
                 pushes = Boolean(False)
                 subscribe(k, a, side, row_tiles, (block - 1) * 32 + lane)

@@ -43,6 +43,10 @@ def store(
             routed = Boolean(True)
             if cutlass.const_expr(k.shared_intermediate > 0):
                 routed = Int32(task_slot(word)) != SHARED_SLOT
+            # the second block of a pair has a tile without rows where their number is odd
+            there = routed
+            if cutlass.const_expr(k.paired):
+                there = filled_rows(k, word) > 0
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 if kind == GEMM0:
@@ -56,9 +60,9 @@ def store(
                         barrier = q * 2 + c % 2
                         cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
                         # columns beyond D are computed but not stored, nor are 64 rows of padding
-                        used = routed
+                        used = there
                         if cutlass.const_expr(q == 1):
-                            used = used and filled_rows(word) > TILE_ROWS // 2
+                            used = used and filled_rows(k, word) > TILE_ROWS // 2
                         if used and (whole or column * chunks + c < k.intermediate // k.line):
                             cute.copy(
                                 aOut, sOut[(None, q + 2 * (c % 2))],
@@ -86,7 +90,10 @@ def store(
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 if lane == 0:
-                    if routed:
+                    if cutlass.const_expr(k.paired):
+                        if there:
+                            release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
+                    elif routed:
                         release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
                     else:
                         add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
@@ -94,9 +101,12 @@ def store(
             else:
                 cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
                 if cutlass.const_expr(k.put):
-                    count_put(k, a, side, row_tile, column, filled_rows(word), routed, lane)
+                    count_put(k, a, side, row_tile, column, filled_rows(k, word), routed, lane)
+                elif cutlass.const_expr(k.paired):
+                    if there:
+                        count_returned(k, a, side, row_tile, filled_rows(k, word), routed, lane)
                 else:
-                    count_returned(k, a, side, row_tile, filled_rows(word), routed, lane)
+                    count_returned(k, a, side, row_tile, filled_rows(k, word), routed, lane)
                 returns += 1
             if cutlass.const_expr(k.trace):
                 if lane == 0:

@@ -68,6 +68,7 @@ VARIANTS = {
         ), 1, "tickets",
     ),
     "tf32": (MoEConfig(2048, 768, 128, 8), 1, "spare_warps"),
+    "pairs": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 1, "spare_warps", {"paired": True}),
     "tf32, everything": (
         MoEConfig(
             512, 256, 60, 6, "gelu", gated=False, expert_bias=True, router_bias=True, num_groups=4, top_groups=2,

@@ -32,6 +32,7 @@ from cutlass import Float32, Int32, Int64
 
 from moe_fast.kernel import carry
 from moe_fast.kernel.gate import best_groups
+from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.plan import first_expert_of
 from moe_fast.kernel.scheduler import ticket_place
 
@@ -58,6 +59,13 @@ FUNCTIONS = {
     "carried_tiles": (carry.carried_tiles, carry.carried_tiles, (1 << 20,)),
     "task_rows": (carry.task_rows, carry.task_rows, (1000, 1000)),
     "carries": (carry.carries, carry.carries, (256,)),
+    **{
+        f"pair_words {member}": (
+            *(2 * [lambda task, s, t, u, v, m, n, alone, i=member: pair_words(task, (s, t), (u, v), (m, n), alone)[i]]),
+            (1 << 48, 4000, 4000, 1000, 1000, 161, 161, 2),
+        )
+        for member in (0, 1)
+    },
     "first_expert": (lambda r: first_expert_of(SHAPE, r), SHAPE.first_expert, (8,)),
 }
 
@@ -104,19 +112,23 @@ def test_traced_integers_equal_python(name):
     assert evaluate(traced, values) == [plain(*row) for row in values.tolist()]
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("row_tiles", [1, 2, 33, 34, 35, 68, 69, 200])
-def test_ordered_list_holds_every_task_once_and_gemm1_after_its_gemm0(row_tiles):
-    """Every ticket is another task, together they are all; a row tile's GEMM1 comes after all of its GEMM0."""
+def test_ordered_list_holds_every_task_once_and_gemm1_after_its_gemm0(row_tiles, paired):
+    """Every ticket is another task, together they are all; a row tile's GEMM1 comes after all of its GEMM0. A pair of
+    blocks takes two row tiles at a time."""
+    shape = dataclasses.replace(SHAPE, paired=paired)
 
     def place(ticket, tiles):
-        second, row_tile, column = ticket_place(SHAPE, Int32(ticket), Int32(tiles))
+        second, row_tile, column = ticket_place(shape, Int32(ticket), Int32(tiles))
         return (Int64(Int32(second)) * 1_000_000 + Int64(row_tile)) * 1000 + Int64(column)
 
-    total = row_tiles * (SHAPE.columns0 + SHAPE.columns1)
+    firsts = range(0, row_tiles, 2 if paired else 1)
+    total = len(firsts) * (SHAPE.columns0 + SHAPE.columns1)
     got = evaluate(place, np.array([[t, row_tiles] for t in range(total)]))
     tasks = [(v // 1_000_000_000, v // 1000 % 1_000_000, v % 1000) for v in got]
     columns = (SHAPE.columns0, SHAPE.columns1)
-    assert sorted(tasks) == [(k, m, n) for k in (0, 1) for m in range(row_tiles) for n in range(columns[k])]
+    assert sorted(tasks) == [(k, m, n) for k in (0, 1) for m in firsts for n in range(columns[k])]
     last0 = {m: i for i, (k, m, _) in enumerate(tasks) if k == 0}
     assert all(i > last0[m] for i, (k, m, _) in enumerate(tasks) if k == 1)
 

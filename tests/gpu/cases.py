@@ -224,6 +224,18 @@ def uneven(ranks: int) -> list[Case]:
     return [replace(case, experts=max(case.experts, ranks + 1) if ranks > 2 else case.experts) for case in UNEVEN]
 
 
+PAIRS = [
+    replace(case, paired=True)
+    for case in (
+        SMALL, replace(SMALL, scheduler="tickets", **MANY_ROWS), replace(QWEN3, tokens=(4096, 1000)),
+        replace(TINY, scheduler="tickets"), replace(SMALL, replicas="mixed"), replace(UNEVEN[0], experts=9),
+        Case(1024, 384, 60, 8, "gelu", False, "float16", (1, 45), scheduler="spare_warps", capacity_factor=0.5),
+        Case(256, 512, 61, 5, "silu", True, "float32", (300, 0), scheduler="spare_warps"),
+    )
+]  # fmt: skip
+"""Processors of two blocks: many row tiles of an expert and few, an odd number of them, products of one step."""
+
+
 PLACES = (
     ("compact", None, {}), ("compact", None, TOKENS_ON_WIRE), ("fixed", 1.0, {}), ("compact", 0.5, {}),
     ("compact", 0.5, TOKENS_ON_WIRE),
@@ -323,7 +335,7 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]
-    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE] + ([LARGE] if ranks == 1 else [])
+    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *PAIRS] + ([LARGE] if ranks == 1 else [])
     if ranks > 1:
         cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
         cases += [replace(SMALL, replicas="mixed"), *PUTS]

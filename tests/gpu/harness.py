@@ -65,6 +65,7 @@ class Case:
     transport: str = "stores"
     layout: str = "compact"
     capacity_factor: float | None = None
+    paired: bool = False
 
     @property
     def config(self) -> MoEConfig:
@@ -98,6 +99,7 @@ class Case:
             + ("" if self.transport == "stores" else f" {self.transport}")
             + ("" if self.layout == "compact" else f" {self.layout}")
             + ("" if self.capacity_factor is None else f" capacity={self.capacity_factor}")
+            + (" pairs" if self.paired else "")
         )
 
     def placement(self, ranks: int) -> Placement:
@@ -119,7 +121,7 @@ class Case:
         """The kernel of this case; one rank has no peer to put to."""
         transport = self.transport if ranks > 1 else "stores"
         return KernelShape.from_config(
-            self.config, ranks, self.scheduler, trace, self.fp32_router, self.placement(ranks), transport
+            self.config, ranks, self.scheduler, trace, self.fp32_router, self.placement(ranks), transport, self.paired
         )
 
 

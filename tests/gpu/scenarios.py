@@ -442,8 +442,12 @@ def timeout() -> dict:
 
     On one GPU: a plan that expects rows which never come (the arrival targets are tampered with).
     """
+    return timeout_of(replace(cases.SMALL, tokens=(200, 300)))
+
+
+def timeout_of(case: Case) -> dict:
+    """See `timeout`."""
     rank, ranks = rank_and_size()
-    case = replace(cases.SMALL, tokens=(200, 300))
     engine = engine_for(case)
     before = launcher(case, make_inputs(case))()
     engine.check()
@@ -477,6 +481,23 @@ def timeout() -> dict:
     engine.check()
     assert torch.equal(again, before), "after recovery the result differs"
     return {"message": message, "seconds": round(took, 3)}
+
+
+def pairs() -> dict:
+    """Processors of two blocks: right results, the same bits in any company and as one block each, and an end in time
+    when rows don't come."""
+    out: dict[str, Any] = {}
+    for case in cases.PAIRS:
+        for routing in ("gate", "zipf", "one_expert", "masked"):
+            one = replace(case, routing=routing)
+            out[str(one)] = float(f"{run_case(one)['y']:.3g}")
+    plain = replace(cases.SMALL, tokens=(700, 300))
+    inputs, paired = make_inputs(plain), replace(plain, paired=True)
+    results = [launcher(case, inputs)() for case in (plain, paired)]
+    for case in (plain, paired):
+        engine_for(case).check()
+    assert torch.equal(*results), "pairs of blocks make other bits"
+    return out | {"repeat": repeat_case(paired), "graph": replayed(paired), "timeout": timeout_of(paired)}
 
 
 def wrong_input() -> dict:
@@ -1047,7 +1068,7 @@ SCENARIOS = {
     for f in (
         special, uneven, carried, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input,
         refused, many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start,
-        replicas, timeout, small,
+        replicas, timeout, small, pairs,
     )
 } | one_gpu.SCENARIOS  # fmt: skip
 

@@ -1,0 +1,170 @@
+"""A processor of two blocks that share weights (`KernelShape.paired`).
+
+Blocks 2 i and 2 i + 1 are a cluster. A task is for both: row tiles 2 t and 2 t + 1 of the list of row tiles, the same
+column tile. Where both tiles belong to one expert each block loads one half of the weights of a step and TMA writes it
+into both (multicast): 16 KB of rows and 16 KB of weights leave the L2 cache for a block and step, instead of 48 KB.
+Where they belong to two experts, each block loads its own weights. Without a second tile (their number is odd) the
+second block takes the first tile again with no rows: it loads its half of the weights and computes and stores nothing.
+
+Who waits for whom across the pair, and why that ends:
+
+- Stages. A block's full barrier counts its own loader's arrival and 48 KB (less where rows are padding), whoever loads
+  them. Its empty barrier counts 16 warps, the consumers of both blocks: a loader writes into both blocks' stage n % 4
+  once both have done with step n - 4. Both blocks take the same tasks in the same order, all tasks of one kind have the
+  same depth, and a warp without rows hands the stages back unread, so step n is the same step of the same task in both.
+  Bytes of the other block may come before the own loader has told how many to expect: its arrival is still missing,
+  so the phase can't end. They can't be a phase early, for the other loader waited for this block's consumers, who had
+  waited for the phase before.
+- Induction over steps: step n is loaded when both blocks' consumers have released step n - 4 and both loaders have
+  come to n. A consumer between two tasks waits for its epilogue's buffers, that is for its own storer, which waits for
+  its own TMA stores; where rows are carried its loader waits for that consumer, and the other block not at all. A
+  loader between two tasks waits for rows, which no product holds up, or for hidden tiles: those of tasks before its own
+  (see `scheduler`), whose steps, if they were this pair's, are all below n. These waits also end with the clock, and a
+  loader whose wait has failed goes on and loads, so the other block isn't left alone.
+- Stage barriers of the gate are others: a block's token tiles are its own, and their number may differ in a pair. The
+  same memory isn't written too early, for tasks come after the plan, the plan after the logits of all token tiles.
+- Words. The first block's dispatcher fetches them, looks up what both blocks need, and sends the second its own; that
+  one's dispatcher passes them on into its own ring. The inbox has room for one word. It is free again when the second
+  dispatcher has read it, which it does as soon as the word before is in its ring: when all readers have read the word
+  three before that one. Readers get there by finishing tasks before, which no later word is needed for.
+- Both get the same number of words, and the last is STOP: whether to go on, the first dispatcher decides alone. A
+  second dispatcher that has given up waiting for the plan takes its words' rows away and passes them on: its block
+  computes and stores nothing, but keeps step.
+- Blocks meet when barriers are made and before they leave: a word, an arrival or bytes never meet a block that isn't
+  there.
+
+Both dispatchers acquire the plan and the send list themselves: what other blocks published doesn't cross with a word.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+
+from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, PlanWord
+from moe_fast.kernel.dispatch import wait_list
+from moe_fast.kernel.plan import wait_plan
+from moe_fast.kernel.scheduler import next_mail, next_ticket
+from moe_fast.kernel.shapes import KernelShape
+from moe_fast.kernel.signals import Args, Role, read
+from moe_ref.runtime.encoding import NONE, STOP, pack_task, task_column_tile, task_kind, task_row_tile
+
+WORD, FULL, FREE = range(3)
+"""The inbox: a word in the second block; barriers of its arrival (there) and of its having been read (in the first)."""
+
+
+@cute.jit
+def meet():
+    """All threads of both blocks."""
+    cute.arch.sync_warp()
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+def pair_words(task, slots, tiles, rows, alone):
+    """The task words of both blocks, from a task of the pair: Int64s or ints.
+
+    slots, tiles, rows: expert slot, place in the buffers and rows of the first and the second row tile; alone: 1 where
+    there is no second tile, and the first stands in for it, else 0.
+    """
+    words = []
+    # the same slot, without a branch: the difference of slots is below 2**12
+    apart = slots[0] - slots[1]
+    same = ((1 << 24) - apart * apart) >> 24
+    for member in range(2):
+        word = pack_task(task_kind(task), slots[member], tiles[member], task_column_tile(task))
+        filled = rows[member] * (1 - alone) if member else rows[member]
+        words.append(word | (filled << FILLED_SHIFT) | (same << SAME_SHIFT))
+    return tuple(words)
+
+
+@cute.jit
+def dispatch_pair_words(
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    slots: cute.Pointer,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    asked: cute.Pointer,
+    inbox: cute.Pointer,
+    block: Int32,
+    blocks: Int32,
+):
+    """The first block's dispatcher, one thread: fetch the pair's task words until the stop word, for both blocks."""
+    ok = wait_plan(a, side, Role.DISPATCHER)
+    row_tiles = Int32(0)
+    if ok:
+        row_tiles = read(a.plan, PlanWord.ROW_TILES)
+    number = Int32(0)
+    mails = Int32(0)
+    go = Boolean(True)
+    while go:
+        slot = number % k.words
+        cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
+        # as in `dispatch_words`
+        cute.arch.mbarrier_wait(asked, (number & 1) ^ 1)
+        word, other = Int64(STOP), Int64(STOP)
+        if ok:
+            if cutlass.const_expr(k.scheduler == "tickets"):
+                word = next_ticket(k, a, side, row_tiles)
+            else:
+                word = Int64(NONE)
+                while Int32(task_kind(word)) == NONE:
+                    mails += 1
+                    word = next_mail(k, a, side, block // 2, blocks // 2, mails)
+            if Int32(task_kind(word)) != STOP:
+                first = Int32(task_row_tile(word))
+                second = min(first + 1, row_tiles - 1)
+                experts = (Int64(read(a.tile_slot, first)), Int64(read(a.tile_slot, second)))
+                rows = (
+                    Int64(read(a.tile_rows, first) & (EARLY - 1)),
+                    Int64(read(a.tile_rows, second) & (EARLY - 1)),
+                )
+                tiles = (Int64(first), Int64(second))
+                if cutlass.const_expr(k.carries):
+                    tiles = (Int64(read(a.tile_at, first)), Int64(read(a.tile_at, second)))
+                word, other = pair_words(word, experts, tiles, rows, Int64(first + 1 - second))
+        go = Int32(task_kind(word)) != STOP
+        cute.arch.mbarrier_wait(inbox + FREE, (number & 1) ^ 1)
+        cute.arch.store_async_dsmem(inbox + WORD, (Int32(other & 0xFFFFFFFF), Int32(other >> 32)), inbox + FULL, 1)
+        if not go:
+            # as in `dispatch_words`
+            wait_list(a, side, blocks)
+        cute.arch.store(slots + slot, word)
+        cute.arch.mbarrier_arrive(full + slot)
+        number += 1
+
+
+@cute.jit
+def pass_words_on(
+    k: cutlass.Constexpr[KernelShape],
+    a: Args,
+    side: Int32,
+    slots: cute.Pointer,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    inbox: cute.Pointer,
+    blocks: Int32,
+):
+    """The second block's dispatcher, one thread: its words come from the first block."""
+    ok = wait_plan(a, side, Role.DISPATCHER)
+    number = Int32(0)
+    go = Boolean(True)
+    while go:
+        slot = number % k.words
+        cute.arch.mbarrier_arrive_and_expect_tx(inbox + FULL, 8)
+        cute.arch.mbarrier_wait(inbox + FULL, number & 1)
+        word = cute.arch.load(inbox + WORD, Int64)
+        cute.arch.mbarrier_arrive(inbox + FREE, 0, scope=MemScopeKind.CLUSTER)
+        go = Int32(task_kind(word)) != STOP
+        if not ok and go:
+            word = word & ~(Int64(EARLY - 1) << FILLED_SHIFT)
+        cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
+        if not go:
+            wait_list(a, side, blocks)
+        cute.arch.store(slots + slot, word)
+        cute.arch.mbarrier_arrive(full + slot)
+        number += 1

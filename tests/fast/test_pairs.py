@@ -1,0 +1,271 @@
+"""Processors of two blocks: the words of a pair's task, what is refused, and the pair's barriers in random order.
+
+The last is a model: the roles of both blocks as coroutines, barriers with the arrivals, bytes and phases of mbarriers,
+bytes that come when they like. It finds waits that never end and stages that are written while they are read, among all
+the orders in which a seeded generator lets the roles run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
+
+from moe_fast.engine import whole_pairs
+from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, STAGES
+from moe_fast.kernel.pairs import pair_words
+from moe_fast.kernel.shapes import KernelShape
+from moe_ref.config import MoEConfig
+from moe_ref.errors import UsageError
+from moe_ref.runtime.encoding import GEMM1, pack_task, task_column_tile, task_kind, task_row_tile, task_slot
+
+CONFIG = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
+WORDS = 3
+
+
+@pytest.mark.parametrize("slots", [(5, 5), (5, 6), (6, 5), (0, 4094), (4094, 0)])
+def test_each_block_gets_its_own_tile(slots):
+    task = pack_task(GEMM1, 0, 1000, 7)
+    words = pair_words(task, slots, (1003, 2000), (128, 40), 0)
+    for member, word in enumerate(words):
+        assert (task_kind(word), task_slot(word)) == (GEMM1, slots[member])
+        assert (task_row_tile(word), task_column_tile(word)) == ((1003, 2000)[member], 7)
+        assert (word >> FILLED_SHIFT) & (EARLY - 1) == (128, 40)[member]
+        assert word >> SAME_SHIFT == (slots[0] == slots[1])
+
+
+def test_a_tile_without_a_partner_is_both_blocks_but_one_has_no_rows():
+    first, second = pair_words(pack_task(GEMM1, 0, 12, 3), (9, 9), (12, 12), (17, 17), 1)
+    assert task_row_tile(first) == task_row_tile(second) == 12
+    assert [(word >> FILLED_SHIFT) & (EARLY - 1) for word in (first, second)] == [17, 0]
+    assert first >> SAME_SHIFT == second >> SAME_SHIFT == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "scheduler", "transport", "word"),
+    [
+        ({}, "os_block", "stores", "paired with scheduler=os_block"),
+        ({}, "tickets", "put_signal", "paired with transport=put_signal"),
+        ({"wire_format": "tokens"}, "tickets", "stores", "paired with wire_format=tokens"),
+        ({"layout": "fixed"}, "tickets", "stores", "paired with layout=fixed"),
+        ({"shared_intermediate": 768}, "tickets", "stores", "paired with a shared expert"),
+        ({"expert_bias": True}, "tickets", "stores", "paired with expert_bias"),
+    ],
+)
+def test_what_pairs_cannot_do_is_refused_by_name(change, scheduler, transport, word):
+    with pytest.raises(UsageError, match=word):
+        KernelShape.from_config(CONFIG.replace(**change), 2, scheduler, transport=transport, paired=True)
+
+
+def test_pairs_are_another_kernel():
+    plain, paired = (KernelShape.from_config(CONFIG, 1, paired=value) for value in (False, True))
+    assert plain.name != paired.name
+    assert [plain.task_rows(n) for n in (1, 2, 5)] == [1, 2, 5]
+    assert [paired.task_rows(n) for n in (1, 2, 5)] == [1, 1, 3]
+    assert paired.block_tiles % 2 == 0
+
+
+def test_a_launch_has_whole_pairs():
+    assert [whole_pairs(blocks, "spare_warps") for blocks in (132, 67, 7, 6)] == [132, 66, 6, 6]
+    with pytest.raises(UsageError, match="5 blocks are 2 pairs"):
+        whole_pairs(5, "spare_warps")
+
+
+# --- the barriers of a pair ----------------------------------------------------------------------------------------
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals and all expected bytes have come."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals, self.missing, self.bytes, self.phase = arrivals, arrivals, 0, 0
+
+    def come(self, arrivals: int = 0, size: int = 0) -> None:
+        """arrivals come; size: bytes expected (> 0) or here (< 0)."""
+        self.missing -= arrivals
+        self.bytes += size
+        assert self.missing >= 0, "more arrivals than a phase has"
+        if self.missing == 0 and self.bytes == 0:
+            self.phase += 1
+            self.missing = self.arrivals
+
+    def over(self, parity: int) -> bool:
+        """Whether the phase of that parity has ended."""
+        return self.phase & 1 != parity
+
+
+class Block:
+    """Barriers and stages of one block; a stage holds what (task, step) its rows and both halves of weights are of."""
+
+    def __init__(self, releases: int) -> None:
+        self.full = [Barrier(1) for _ in range(STAGES)]
+        self.empty = [Barrier(releases) for _ in range(STAGES)]
+        self.word_full = [Barrier(1) for _ in range(WORDS)]
+        self.word_empty = [Barrier(4) for _ in range(WORDS)]
+        self.inbox_full, self.inbox_free, self.asked = Barrier(1), Barrier(1), Barrier(1)
+        self.inbox = None
+        self.words = [None] * WORDS
+        self.stages = [[None, None, None] for _ in range(STAGES)]
+        self.readers = [0] * STAGES
+        self.computed = 0
+        self.stored = 0
+
+
+class Pair:
+    """Both blocks' roles over a list of tasks (depth, same weights, rows of both), STOP at the end."""
+
+    def __init__(self, seed: int, tasks: list, releases: int) -> None:
+        self.random, self.tasks, self.blocks = random.Random(seed), tasks, [Block(releases), Block(releases)]
+        self.coming: list = []
+        self.roles = [self.fetch(), self.hand_on()]
+        for m in (0, 1):
+            self.roles += [self.load(m), self.consume(m, 0), self.consume(m, 1), self.store(m)]
+
+    def take(self, m: int, number: int):
+        block, slot = self.blocks[m], number % WORDS
+        yield lambda: block.word_full[slot].over((number // WORDS) & 1)
+        word = block.words[slot]
+        assert word == (number if number < len(self.tasks) else "stop")
+        block.word_empty[slot].come(1)
+        return self.tasks[number] if word != "stop" else None
+
+    def enter(self, m: int, number: int, word):
+        block, slot = self.blocks[m], number % WORDS
+        block.words[slot] = word
+        block.word_full[slot].come(1)
+
+    def fetch(self):
+        first, second = self.blocks
+        for number in range(len(self.tasks) + 1):
+            yield lambda n=number: first.word_empty[n % WORDS].over(((n // WORDS) & 1) ^ 1)
+            yield lambda n=number: first.asked.over((n & 1) ^ 1)
+            word = number if number < len(self.tasks) else "stop"
+            yield lambda n=number: first.inbox_free.over((n & 1) ^ 1)
+            self.coming.append(lambda w=word: (setattr(second, "inbox", w), second.inbox_full.come(0, -8)))
+            self.enter(0, number, word)
+
+    def hand_on(self):
+        first, second = self.blocks
+        for number in range(len(self.tasks) + 1):
+            second.inbox_full.come(1, 8)
+            yield lambda n=number: second.inbox_full.over(n & 1)
+            word = second.inbox
+            first.inbox_free.come(1)
+            yield lambda n=number: second.word_empty[n % WORDS].over(((n // WORDS) & 1) ^ 1)
+            self.enter(1, number, word)
+
+    def land(self, m: int, stage: int, part: int, what, size: int) -> None:
+        block = self.blocks[m]
+        assert block.readers[stage] == 0, "a stage was written while it was read"
+        block.stages[stage][part] = what
+        block.full[stage].come(0, -size)
+
+    def load(self, m: int):
+        block, count = self.blocks[m], 0
+        for number in itertools.count():
+            task = yield from self.take(m, number)
+            if task is None:
+                return
+            depth, same, _, needs = task
+            # what a second product reads, the storers have stored; here at least this pair's
+            yield lambda need=needs: all(b.stored >= need for b in self.blocks)
+            for step in range(depth):
+                stage = count % STAGES
+                if step == max(depth - 2, 0):
+                    block.asked.come(1)
+                yield lambda s=stage, c=count: block.empty[s].over(((c // STAGES) & 1) ^ 1)
+                block.full[stage].come(1, 48)
+                what = (number, step)
+                self.coming.append(lambda s=stage, w=what: self.land(m, s, 0, w, 16))
+                for half in (0, 1):
+                    for target in (0, 1) if same else (m,):
+                        if not same or half == m:
+                            self.coming.append(lambda t=target, s=stage, h=half, w=what: self.land(t, s, 1 + h, w, 16))
+                count += 1
+
+    def consume(self, m: int, group: int):
+        block, count = self.blocks[m], 0
+        for number in itertools.count():
+            task = yield from self.take(m, number)
+            if task is None:
+                return
+            depth, _, rows, _ = task
+            held = []
+            for step in range(depth):
+                stage = count % STAGES
+                yield lambda s=stage, c=count: block.full[s].over((c // STAGES) & 1)
+                assert block.stages[stage] == [(number, step)] * 3
+                block.readers[stage] += 1
+                held.append(stage)
+                # a product stays in flight; a group without rows hands a stage back at once
+                if len(held) > 1 or rows[m] <= group * 64:
+                    self.release(m, held.pop(0))
+                count += 1
+                yield lambda: True
+            for stage in held:
+                self.release(m, stage)
+            yield lambda n=number: block.stored >= n - 1
+            block.computed += 1
+
+    def release(self, m: int, stage: int) -> None:
+        self.blocks[m].readers[stage] -= 1
+        for block in self.blocks if self.blocks[m].empty[stage].arrivals == 16 else (self.blocks[m],):
+            block.empty[stage].come(4)
+
+    def store(self, m: int):
+        block = self.blocks[m]
+        for number in itertools.count():
+            if (yield from self.take(m, number)) is None:
+                return
+            yield lambda n=number: block.computed >= 2 * (n + 1)
+            block.stored += 1
+
+    def run(self) -> None:
+        """Until every role has ended and every byte has come.
+
+        Raises:
+            AssertionError: nobody can go on, or something was written while it was read.
+        """
+        waiting = {i: next(role) for i, role in enumerate(self.roles)}
+        while waiting or self.coming:
+            able = [i for i, ready in waiting.items() if ready()]
+            assert able or self.coming, f"roles {sorted(waiting)} wait for ever"
+            pick = self.random.randrange(len(able) + len(self.coming))
+            if pick >= len(able):
+                self.coming.pop(pick - len(able))()
+            else:
+                try:
+                    waiting[able[pick]] = next(self.roles[able[pick]])
+                except StopIteration:
+                    del waiting[able[pick]]
+
+
+def random_tasks(seed: int) -> list:
+    """Tasks of some steps, with the same weights or not, a block with few rows or none, and second products that read
+    what tasks before have stored."""
+    choose, tasks = random.Random(seed), []
+    for number in range(choose.randrange(12)):
+        rows = (choose.choice((17, 64, 65, 128)), choose.choice((0, 17, 128)))
+        needs = choose.randrange(number + 1) if choose.random() < 0.5 else 0
+        tasks.append((choose.choice((1, 2, 3, 7)), choose.random() < 0.7, rows, needs))
+    return tasks
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_a_pair_comes_to_its_end_in_any_order(start):
+    for seed in range(start, start + 50):
+        Pair(seed, random_tasks(seed), 16).run()
+
+
+def test_stages_need_the_consumers_of_both_blocks():
+    """With barriers that count a block's own consumers only, the other block's loader writes too early."""
+    caught = 0
+    for seed in range(20):
+        try:
+            Pair(seed, [(7, True, (128, 128), 0)] * 4, 8).run()
+        except AssertionError:
+            caught += 1
+    assert caught == 20
