@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast import unfused
-from moe_fast.engine import Engine, blocks_per_rank, router_parts
+from moe_fast.engine import LEAST_BLOCKS, Engine, blocks_per_rank, router_parts
 from moe_fast.heap import all_mapped, local_heaps, symmetric_heap
 from moe_fast.kernel.limits import unsupported, unsupported_wire
 from moe_fast.kernel.regions import heap_regions
@@ -124,10 +124,13 @@ def _find_engines(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks
                 f'transport="put_signal" is between GPUs; the {ranks} simulated ranks of this layer are on one and '
                 'store into each other\'s memory: take "stores" or "auto" (MOE_REF_TRANSPORT)'
             )
-        blocks_per_rank(torch.cuda.get_device_properties(device).multi_processor_count, ranks, scheduler)
+        blocks = blocks_per_rank(torch.cuda.get_device_properties(device).multi_processor_count, ranks, scheduler)
+        # the last ranks that fit have one block more than pairs need
+        shape = replace(shape, paired=shape.paired and blocks - blocks % 2 >= LEAST_BLOCKS[scheduler])
     elif transport == "auto":
         size = heap_regions(replace(shape, transport="put_signal"), layer.config.max_tokens)[1]
-        shape = replace(shape, transport=choose_transport(device, ranks, group, size))
+        way = choose_transport(device, ranks, group, size)
+        shape = replace(shape, transport=way, paired=shape.paired and way == "stores")
         unfused.check_layer("fused", unsupported_wire(layer.config, ranks, shape.transport))
     key = (shape, layer.config.max_tokens, device, id(group), on_one_gpu)
     if key not in _engines:

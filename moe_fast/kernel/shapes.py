@@ -84,12 +84,13 @@ class KernelShape:
         fp32_router: bool = False,
         placement: Placement | None = None,
         transport: str = "stores",
-        paired: bool = False,
+        paired: bool | None = None,
     ) -> KernelShape:
         """Shape for a layer on `ranks` ranks; fp32_router: the router's weight is kept in fp32 (DeepSeek).
 
         Only the number of slots and replicas of a placement are compiled in; which expert is where is a table that a
-        launch hands over, so moving experts compiles nothing. paired: processors of two blocks, see `pairs`.
+        launch hands over, so moving experts compiles nothing. paired: processors of two blocks, see `pairs`; None for
+        them wherever they can do what the layer asks for.
 
         Raises:
             UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide.
@@ -108,8 +109,9 @@ class KernelShape:
         if transport not in TRANSPORTS:
             problems.append(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
         problems += unsupported_wire(config, ranks, transport)
+        alone = unsupported_pairs(config, ranks, scheduler, transport)
         if paired:
-            problems += unsupported_pairs(config, ranks, scheduler, transport)
+            problems += alone
         if problems:
             raise UsageError(
                 'backend="fused" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="unfused" or "ref".'
@@ -150,7 +152,7 @@ class KernelShape:
             layout=config.layout,
             capacity_factor=config.capacity_factor,
             wire_format=config.wire_format if ranks > 1 else "routes",
-            paired=paired,
+            paired=not alone if paired is None else paired,
         )
 
     @property
