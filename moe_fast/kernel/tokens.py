@@ -301,20 +301,22 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
 
     Followers are taken 32 rows of a tile at a time, in the order of the tiles.
     """
-    begun, near_units = units_here(a)
-    far_units = read(a.plan, PlanWord.FAR_UNITS)
-    own_units = read(a.plan, PlanWord.ROW_TILES) * (TILE_ROWS // TOKEN_UNIT)
-    near, far, own = Boolean(near_units > begun), Boolean(far_units > 0), Boolean(own_units > 0)
+    # How many there are is read anew for every unit, beside its claim: kept over the copies it would not fit into the
+    # registers.
+    begun, units = units_here(a)
+    near = Boolean(units > begun)
+    far = Boolean(read(a.plan, PlanWord.FAR_UNITS) > 0)
+    own = Boolean(read(a.plan, PlanWord.ROW_TILES) > 0)
     told, pending = Boolean(False), Boolean(False)
     row, lead = Int32(0), Int32(0)
     rows = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
     while near or far or own or pending:
         if far:
-            far, destination, number = next_far(k, a, side, far_units, lane)
+            far, destination, number = next_far(k, a, side, read(a.plan, PlanWord.FAR_UNITS), lane)
             if far:
                 push_leaders(k, a, side, destination, number, lane)
         if near:
-            near = push_near(k, a, side, begun, near_units, lane)
+            near = push_near(k, a, side, *units_here(a), lane)
         busy = near or far
         if not told:
             told = all_listed(k, a, lane)
@@ -322,6 +324,7 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
                 told = wait_listed(k, a, Role.DISPATCH, lane)
                 own = told
         if told and own and not pending:
+            own_units = read(a.plan, PlanWord.ROW_TILES) * (TILE_ROWS // TOKEN_UNIT)
             unit = next_unit(a, side, Counter.FOLLOW, lane)
             own = unit < own_units
             if own:

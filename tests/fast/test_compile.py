@@ -68,7 +68,8 @@ VARIANTS = {
         ), 1, "tickets",
     ),
     "tf32": (MoEConfig(2048, 768, 128, 8), 1, "spare_warps"),
-    "pairs": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 1, "spare_warps", {"paired": True}),
+    "pairs": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 2, "spare_warps", {"paired": True}),
+    "pairs, paper": (PAPER, 1, "tickets", {"paired": True}),
     "tf32, everything": (
         MoEConfig(
             512, 256, 60, 6, "gelu", gated=False, expert_bias=True, router_bias=True, num_groups=4, top_groups=2,
@@ -77,21 +78,18 @@ VARIANTS = {
     ),
 }  # fmt: skip
 FP32_ROUTER = ("deepseek",)
-SPILLS = {"tokens": (32, 12)}
-"""Bytes of stack, loads and stores of registers kept there: none, but for a few ahead of the products."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_compiles_for_hopper(name, tmp_path):
-    """wgmma and TMA are there, nothing spills beyond what is known, shared memory fits: without a GPU."""
+    """wgmma and TMA are there, nothing spills, shared memory fits: without a GPU."""
     config, ranks, scheduler, *more = VARIANTS[name]
     more = more[0] if more else {"fp32_router": name in FP32_ROUTER}
     shape = KernelShape.from_config(config, ranks, scheduler, **more)
     path = compiler.compile_to_file(shape, tmp_path)
     found = compiler.inspect_file(path)
-    stack, spills = SPILLS.get(name, (0, 0))
-    assert found["stack_bytes"] <= stack, found
+    assert found["stack_bytes"] == 0, found
     assert found["registers"] == 168, found
     assert found["shared_bytes"] <= 232448, found
     if found["wgmma"] is None:
@@ -99,7 +97,7 @@ def test_variant_compiles_for_hopper(name, tmp_path):
     assert found["wgmma"] >= 8, found
     assert found["tma_loads"] >= 9, found
     assert found["tma_stores"] >= 2, found
-    assert found["spills"] <= spills, found
+    assert found["spills"] == 0, found
 
 
 def test_a_compiled_variant_is_found_again(tmp_path, monkeypatch):
