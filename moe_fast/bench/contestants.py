@@ -41,7 +41,7 @@ def bench_cell(setup: Setup, tokens: int, repetitions: int, chains: bool) -> dic
         if chains:
             functions["eager"] = lambda: unfused.forward(x, weights, config, group, ranks)
             # where the library has no grouped product of the dtype the chain asks the host, which no graph can
-            if unfused.library_takes(config.torch_dtype, "cuda"):
+            if unfused.capturable(config.torch_dtype):
                 functions["graph"] = unfused.Captured(x, weights, config, group, ranks)
             fused()
             engine.check()
@@ -95,7 +95,7 @@ def run_costs(setup: Setup, tokens: int) -> dict[str, Any]:
 
     calls: dict[str, Callable[[], Any]] = {"fused": lambda: setup.forward(x, y), "eager": eager}
     with torch.no_grad():
-        if unfused.library_takes(config.torch_dtype, "cuda"):
+        if unfused.capturable(config.torch_dtype):
             calls["graph"] = unfused.Captured(x, weights, config, None, ranks)
         counted = {name: operations(call) for name, call in calls.items()}
         torch.cuda.synchronize()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -193,10 +194,14 @@ def test_blocking_launches_are_refused(streams, monkeypatch):
 
 
 def test_blocks_and_transport_of_an_engine(streams):
-    shape = KernelShape.from_config(CONFIG, 2, "spare_warps")
+    shape = KernelShape.from_config(CONFIG, 2, "spare_warps", paired=False)
     size = heap_regions(shape, 64)[1]
     first, second = local_heaps(size, CPU, 2)
     assert Engine(shape, first, 64).blocks == 66
+    paired = replace(shape, paired=True)
+    assert [Engine(paired, first, 64, blocks=blocks).blocks for blocks in (66, 33, 6)] == [66, 32, 6]
+    with pytest.raises(UsageError, match=r"5 blocks are 2 pairs"):
+        Engine(paired, first, 64, blocks=5)
     assert Engine(shape, second, 64, blocks=5)._fixed_arguments()["grid"] == 5
     for blocks in (4, 67):
         with pytest.raises(UsageError, match=rf"{blocks} blocks .* expected 5 to 66"):

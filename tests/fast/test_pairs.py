@@ -17,6 +17,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not insta
 from moe_fast.engine import whole_pairs
 from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, STAGES
 from moe_fast.kernel.pairs import pair_words
+from moe_fast.kernel.limits import unsupported_pairs
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
@@ -58,6 +59,16 @@ def test_a_tile_without_a_partner_is_both_blocks_but_one_has_no_rows():
 def test_what_pairs_cannot_do_is_refused_by_name(change, scheduler, transport, word):
     with pytest.raises(UsageError, match=word):
         KernelShape.from_config(CONFIG.replace(**change), 2, scheduler, transport=transport, paired=True)
+
+
+def test_pairs_wherever_a_layer_allows_them():
+    for scheduler, transport, change in (
+        ("spare_warps", "stores", {}), ("tickets", "stores", {"dtype": "float32"}), ("os_block", "stores", {}),
+        ("tickets", "put_signal", {}), ("tickets", "stores", {"expert_bias": True}),
+    ):  # fmt: skip
+        shape = KernelShape.from_config(CONFIG.replace(**change), 2, scheduler, transport=transport)
+        assert shape.paired == (not unsupported_pairs(CONFIG.replace(**change), 2, scheduler, transport))
+    assert KernelShape.from_config(CONFIG, 2).paired
 
 
 def test_pairs_are_another_kernel():
