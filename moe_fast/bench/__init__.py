@@ -5,7 +5,7 @@
     python -m moe_fast.bench table docs/results/megakernel_bench_2gpu.json [--json]
     python -m moe_fast.bench dtypes | growth | blocks | predict      fp16 against bf16; cost against S and E; blocks of
                                                                      transformers; the simulator on unseen cells
-    python -m moe_fast.bench schedulers | balance | transports | wire     variants of the kernel side by side
+    python -m moe_fast.bench schedulers | pairs | balance | transports | wire     variants of the kernel side by side
     python -m moe_fast.bench scaling              the papers' figures on any number of GPUs: `moe_fast.bench.scaling`
 
 Also as `moe-ref bench ...`. Runs differ by a few per cent, and a GPU that has been busy is slower: compare within one

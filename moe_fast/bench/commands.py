@@ -191,8 +191,31 @@ def schedulers_command(
     gpus = place()[1]
     description = "ms of one forward, gate included; the three schedulers take turns in one run and give the same bits."
     results = {"rows": rows}
-    text = variants.render_schedulers(results)
+    text = variants.render_in_turn(results)
     finish(f"Schedulers side by side, {gpus} GPU{'s' * (gpus > 1)}", description, results, out, text)
+
+
+@app.command("pairs")
+def pairs_command(
+    layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
+    tokens: str = typer.Option("16384,8192,4096,1024", help="Values of S, separated by commas."),
+    repetitions: int = typer.Option(9, help="Timed calls of each contestant."),
+    scheduler: str = typer.Option("spare_warps", help="spare_warps or tickets."),
+    out: Path | None = typer.Option(None, help="Write the results with provenance here."),
+) -> None:
+    """Processors of one block and of two that share their weights, side by side."""
+    from moe_fast.bench import variants
+
+    chosen, sizes = _layers(layers), _numbers("--tokens", tokens, int)
+    join(out)
+    rows = [row for name in chosen for row in variants.run_pairs(name, sizes, scheduler, repetitions)]
+    gpus = place()[1]
+    description = "ms of one forward, gate included; both kernels take turns in one run and give the same bits."
+    results = {"rows": rows}
+    text = variants.render_in_turn(results)
+    finish(
+        f"Pairs of blocks side by side with single ones, {gpus} GPU{'s' * (gpus > 1)}", description, results, out, text
+    )
 
 
 @app.command("table")

@@ -48,12 +48,22 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def set_up(config: MoEConfig, max_tokens: int, scheduler: str, trace: bool = False, seed: int = 0) -> Setup:
-    """Allocate and fill; collective. Weights of a router and experts like those of a trained layer in scale."""
+def set_up(
+    config: MoEConfig,
+    max_tokens: int,
+    scheduler: str,
+    trace: bool = False,
+    seed: int = 0,
+    paired: bool | None = None,
+) -> Setup:
+    """Allocate and fill; collective. Weights of a router and experts like those of a trained layer in scale.
+
+    paired: whether processors are pairs of blocks, None for what a user gets.
+    """
     rank, ranks = place()
     device = torch.device("cuda", torch.cuda.current_device())
     config = config.replace(max_tokens=max_tokens)
-    shape = KernelShape.from_config(config, ranks, scheduler, trace)
+    shape = KernelShape.from_config(config, ranks, scheduler, trace, paired=paired)
     size = heap_regions(shape, max_tokens)[1]
     heap = symmetric_heap(size, device) if ranks > 1 else local_heap(size, device)
     engine = Engine(shape, heap, max_tokens)

@@ -1,5 +1,5 @@
 """Variants of the kernel side by side: replicas against plain placement, put-with-signal against stores, both layouts,
-both wire formats, the three schedulers.
+both wire formats, the three schedulers, processors of one block and of two.
 
 Replicas: every expert lies on every rank (or on `replicas` of them); the kernel's solver divides the rows of each
 batch. The routing is handed in, the same for all contestants, so that its skew is known: K different experts a token,
@@ -194,8 +194,20 @@ def run_transports(layer: str, tokens: int, scheduler: str, repetitions: int) ->
 
 def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
     """Times of the three schedulers in turn, gate included, one row per S; raises CheckFailed if bits differ."""
+    return _in_turn(layer, sizes, repetitions, {n: set_up(LAYERS[layer], max(sizes), n) for n in SCHEDULERS})
+
+
+def run_pairs(layer: str, sizes: list[int], scheduler: str, repetitions: int) -> list[dict[str, Any]]:
+    """Times with processors of one block and of two that share weights; raises CheckFailed if bits differ."""
+    config, most = LAYERS[layer], max(sizes)
+    setups = {name: set_up(config, most, scheduler, paired=name == "pairs") for name in ("single", "pairs")}
+    return _in_turn(layer, sizes, repetitions, setups)
+
+
+def _in_turn(layer: str, sizes: list[int], repetitions: int, setups: dict[str, Setup]) -> list[dict[str, Any]]:
+    """Times of several kernels of one layer, gate included, one row per S; the ratios are to the first of them."""
     _, ranks = place()
-    setups = {name: set_up(LAYERS[layer], max(sizes), name) for name in SCHEDULERS}
+    base, *others = setups
     rows = []
     for tokens in sizes:
 
@@ -208,12 +220,12 @@ def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[
         results = {name: function().clone() for name, function in functions.items()}
         for name, setup in setups.items():
             setup.engine.check()
-            if not torch.equal(results[name], results[SCHEDULERS[0]]):
-                raise CheckFailed(f"{name} gives other bits than {SCHEDULERS[0]} at S={tokens}; not timing it")
+            if not torch.equal(results[name], results[base]):
+                raise CheckFailed(f"{name} gives other bits than {base} at S={tokens}; not timing it")
         times = interleaved(functions, repetitions)
         row: dict[str, Any] = {"layer": layer, "gpus": ranks, "tokens": tokens, "ms": times}
-        for name in SCHEDULERS[1:]:
-            row[f"{name}_over_{SCHEDULERS[0]}"] = round(times[name]["median"] / times[SCHEDULERS[0]]["median"], 3)
+        for name in others:
+            row[f"{name}_over_{base}"] = round(times[name]["median"] / times[base]["median"], 3)
         rows.append(row)
     for setup in setups.values():
         setup.engine.check()
@@ -221,12 +233,13 @@ def run_schedulers(layer: str, sizes: list[int], repetitions: int) -> list[dict[
     return rows
 
 
-def render_schedulers(results: dict[str, Any]) -> str:
-    """The table of a result of `run_schedulers`."""
-    lines = [f"{'layer':12} {'GPUs':>4} {'S':>6}" + "".join(f" {name:>12}" for name in SCHEDULERS)]
+def render_in_turn(results: dict[str, Any]) -> str:
+    """The table of a result of `run_schedulers` or `run_pairs`."""
+    names = list(results["rows"][0]["ms"])
+    lines = [f"{'layer':12} {'GPUs':>4} {'S':>6}" + "".join(f" {name:>12}" for name in names)]
     for row in results["rows"]:
         line = f"{row['layer']:12} {row['gpus']:>4} {row['tokens']:>6}"
-        lines.append(line + "".join(f" {row['ms'][name]['median']:12.3f}" for name in SCHEDULERS))
+        lines.append(line + "".join(f" {row['ms'][name]['median']:12.3f}" for name in names))
     return "\n".join(lines)
 
 

@@ -158,7 +158,7 @@ def test_the_recorded_predictions():
 
 def test_the_schedulers_table_names_all_of_them():
     times = {"spare_warps": {"median": 1.0}, "os_block": {"median": 1.25}, "tickets": {"median": 0.5}}
-    text = variants.render_schedulers({"rows": [{"layer": "qwen3", "gpus": 2, "tokens": 1024, "ms": times}]})
+    text = variants.render_in_turn({"rows": [{"layer": "qwen3", "gpus": 2, "tokens": 1024, "ms": times}]})
     head, row = text.splitlines()
     assert head.split() == ["layer", "GPUs", "S", *times]
     assert row.split() == ["qwen3", "2", "1024", "1.000", "1.250", "0.500"]
@@ -207,7 +207,7 @@ def test_the_blocks_table_shows_one_call_and_calls_in_a_row():
     assert line.split() == ["mixtral", "32", "1.500", "0.750", "2.00", "1.250", "0.500", "2.50"]
 
 
-@pytest.mark.parametrize("command", [["run"], ["schedulers"]])
+@pytest.mark.parametrize("command", [["run"], ["schedulers"], ["pairs"]])
 @pytest.mark.parametrize("sizes", ["1,x", "-1", ","])
 def test_sizes_that_are_none_are_refused(command, sizes):
     done = CliRunner().invoke(app, [*command, "--tokens", sizes])

@@ -16,8 +16,8 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not insta
 
 from moe_fast.engine import whole_pairs
 from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, STAGES
-from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.limits import unsupported_pairs
+from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
