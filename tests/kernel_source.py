@@ -5,17 +5,22 @@ from __future__ import annotations
 import ast
 import types
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import moe_fast.kernel
 
 
+@cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse((Path(moe_fast.kernel.__path__[0]) / f"{module}.py").read_text())
+
+
 def kernel_function(module: str, name: str, **names: Any) -> Any:
     """A function of `moe_fast.kernel` as plain Python, with stand-ins for what it calls; see the lines below for those
     that all have."""
-    tree = ast.parse((Path(moe_fast.kernel.__path__[0]) / f"{module}.py").read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    (found,) = (node for node in parsed(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
     found.decorator_list = []
     cutlass = types.SimpleNamespace(const_expr=lambda value: value, range_constexpr=range, Constexpr=defaultdict(int))
     space = {"cutlass": cutlass, "Int32": int, "Int64": int, "Boolean": bool} | names

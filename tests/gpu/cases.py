@@ -216,7 +216,8 @@ CARRIED += [
     Case(256, 512, 8, 2, "gelu", False, "float16", (1100,), "remainders"),
     Case(2048, 2048, 8, 2, "relu", False, "bfloat16", (1100,), "remainders", scheduler="spare_warps"),
 ]
-"""Row tiles that go along with the tile before, and those that just don't."""
+CARRIED += [replace(case, paired=True) for case in CARRIED if case.scheduler != "os_block"]
+"""Row tiles that go along with the tile before, and those that just don't; by single blocks and by pairs."""
 
 
 def uneven(ranks: int) -> list[Case]:
@@ -335,7 +336,7 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]
-    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *PAIRS] + ([LARGE] if ranks == 1 else [])
+    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *CARRIED, *PAIRS] + ([LARGE] if ranks == 1 else [])
     if ranks > 1:
         cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
         cases += [replace(SMALL, replicas="mixed"), *PUTS]

@@ -290,7 +290,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     bias = torch.randn(c.experts, device=device, generator=g) * 0.1 if case.selection_bias else None
     expert = weight = None
     if case.routing != "gate":
-        expert = [make_ids(case, s, g, device) for s in tokens]
+        expert = [make_ids(case, s, rank, g, device) for rank, s in enumerate(tokens)]
         weight = [torch.rand(s, c.top_k, device=device, generator=g) for s in tokens]
     router_bias = first_bias = second_bias = None
     shared: list[torch.Tensor | None] = [None, None, None]
@@ -310,8 +310,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-def make_ids(case: Case, tokens: int, g: torch.Generator, device: torch.device) -> torch.Tensor:
-    """Expert ids [S, K], int64, of the case's kind."""
+def make_ids(case: Case, tokens: int, rank: int, g: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Expert ids [S, K] of a rank, int64, of the case's kind."""
     c = case.config
     _, ranks = rank_and_size()
     noise = torch.rand(tokens, c.experts, device=device, generator=g)
@@ -328,9 +328,10 @@ def make_ids(case: Case, tokens: int, g: torch.Generator, device: torch.device) 
     elif case.routing == "masked":
         ids = ids.masked_fill(torch.rand(tokens, c.top_k, device=device, generator=g) < 0.5, -1)
     elif case.routing == "remainders":
-        # beyond one, two or three full row tiles of an expert a few rows, or a few more
-        rests = (1, CARRIED_ROWS, CARRIED_ROWS + 2, 0, 127, 2, 17, 16)
-        rows = [(TILE_ROWS * (1 + e % 3) + rests[e % len(rests)]) // ranks for e in range(c.experts)]
+        # Beyond one, two or three full row tiles of an expert a few rows, or a few more: of all ranks together. In this
+        # order a pair of blocks meets tasks of which none, one or both carry some.
+        rests = (0, CARRIED_ROWS + 2, 1, 2, 16, 17, 127, CARRIED_ROWS)
+        rows = [(TILE_ROWS * (1 + e % 3) + rests[e % len(rests)] + rank) // ranks for e in range(c.experts)]
         flat = torch.repeat_interleave(torch.arange(c.experts, device=device), torch.tensor(rows, device=device))
         assert flat.numel() <= tokens * c.top_k, f"{flat.numel()} routes, {tokens} tokens"
         ids = ids.new_full((tokens * c.top_k,), -1)

@@ -133,7 +133,9 @@ def several_repeat() -> dict:
                     g = torch.Generator(device="cuda").manual_seed(call)
                     with seat(0, ranks):
                         one = replace(case, routing=kind)
-                        plan["expert_SK"] = [harness.make_ids(one, n, g, inputs.first.device) for n in sizes]
+                        plan["expert_SK"] = [
+                            harness.make_ids(one, n, rank, g, inputs.first.device) for rank, n in enumerate(sizes)
+                        ]
                     plan["weight_SK"] = [torch.rand(n, case.top_k, device="cuda", generator=g) for n in sizes]
                 plans.append(plan)
             group.poison()

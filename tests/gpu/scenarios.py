@@ -127,7 +127,7 @@ def repeat_case(case: Case) -> dict:
         ids = weight = None
         if kind != "gate":
             g = torch.Generator(device=device).manual_seed(call * 8 + rank)
-            ids = harness.make_ids(replace(case, routing=kind), tokens[rank], g, device)
+            ids = harness.make_ids(replace(case, routing=kind), tokens[rank], rank, g, device)
             weight = torch.rand(tokens[rank], case.top_k, device=device, generator=g)
         plans.append((inputs.x[rank][start : start + tokens[rank]], ids, weight))
 
@@ -747,18 +747,25 @@ def uneven() -> dict:
 
 def carried() -> dict:
     """Experts whose last row tile goes along with the one before it: every buffer, as many dealt tiles as there should
-    be, and on one rank the same bits as when the carried rows are all that an expert gets."""
-    out = {}
+    be, the same bits by pairs of blocks as by single ones, and on one rank the same as when the carried rows are all
+    that an expert gets."""
+    out: dict[str, Any] = {}
     rank, ranks = rank_and_size()
     for case in cases.CARRIED:
-        out[str(case)] = float(f"{run_case(case)['y']:.3g}")
         engine, inputs = engine_for(case), make_inputs(case)
         assert inputs.expert is not None
+        if case.paired:
+            single = replace(case, paired=False)
+            results = [launcher(one, inputs)() for one in (single, case)]
+            for one in (single, case):
+                engine_for(one).check()
+            assert torch.equal(*results), f"{case}: pairs of blocks make other bits"
+        out[str(case)] = float(f"{run_case(case)['y']:.3g}")
         seen = engine.buffers(len(inputs.x[rank]))
         experts = inputs.placement.experts_of_rank[rank]
         rows = [int(n) for n in seen.counts_PE.sum(0)[list(experts)].tolist()]
         few = sum(carry.carried_tiles(n) for n in rows)
-        assert few > 0, rows
+        assert any(carry.carried_tiles(int(n)) for n in seen.counts_PE.sum(0)), "nothing is carried"
         assert seen.dealt_tiles == seen.row_tiles - few, f"{seen.dealt_tiles} of {seen.row_tiles} dealt, {few} carried"
         if ranks > 1:
             continue
@@ -773,7 +780,8 @@ def carried() -> dict:
         alone = engine.buffers(len(inputs.x[rank]))
         assert alone.dealt_tiles == alone.row_tiles == few, f"{alone.row_tiles} row tiles, {few} expected"
         assert torch.equal(alone.returned_NH[kept], before), f"{case}: bits depend on the tile that carries a row"
-    return out
+    tickets = next(case for case in cases.CARRIED if case.paired and case.scheduler == "tickets")
+    return out | {"repeat": repeat_case(tickets)}
 
 
 def large() -> dict:

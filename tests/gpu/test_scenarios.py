@@ -32,7 +32,7 @@ from moe_ref.train import sharded
 EVERYWHERE = (
     "special", "uneven", "many", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer",
     "training", "train_fused", "train_scheduled", "tf32", "matrix", "slow_start",
-    "pairs",
+    "carried", "pairs",
 )  # fmt: skip
 SEVERAL_RANKS = (
     "several_matrix", "several_uneven", "several_bits", "several_repeat", "several_streams", "several_graph",
