@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,13 +25,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fast import unfused
-from moe_fast.engine import LEAST_BLOCKS, Engine, blocks_per_rank, router_parts
+from moe_fast.blocks import LEAST_BLOCKS, blocks_per_rank
+from moe_fast.engine import Engine
 from moe_fast.heap import all_mapped, local_heaps, symmetric_heap
 from moe_fast.kernel.limits import unsupported, unsupported_wire
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.record import FusedRecord, fill_record
+from moe_fast.router import is_fp32_router, router_operand
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
@@ -114,7 +116,7 @@ def _find_engines(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks
         layer.config,
         ranks,
         scheduler,
-        fp32_router=_fp32_router(layer),
+        fp32_router=is_fp32_router(layer),
         placement=layer.placement,
         transport="stores" if transport == "auto" else transport,
     )
@@ -175,32 +177,6 @@ def deadline_s() -> float:
     if not 0 < value < 3600:
         raise UsageError(f"MOE_REF_DEADLINE_S is {text!r}, expected seconds between 0 and 3600")
     return value
-
-
-def _fp32_router(layer: MoELayer) -> bool:
-    """Whether the router is kept in more bits than the layer has (DeepSeek)."""
-    return layer.router.weight.dtype.itemsize > layer.config.element_size
-
-
-_parts: dict[int, tuple[ref[Tensor], tuple[int, int], Tensor]] = {}
-"""By id of a router's weight of fp32: the weight, its version and address, and its parts, until the weight is gone. A
-CUDA graph keeps the parts of its capture."""
-
-
-def _router(layer: MoELayer, weight: Tensor) -> Tensor:
-    """The router's weight as the kernel takes it; one of fp32 is split again only after it has changed."""
-    dtype = layer.config.torch_dtype
-    if weight.dtype.itemsize <= dtype.itemsize < 4:
-        return weight
-    if weight.is_inference():
-        # made under torch.inference_mode, where nothing counts its changes
-        return router_parts(weight, dtype)
-    key, now = id(weight), (weight._version, weight.data_ptr())
-    found = _parts.get(key)
-    if found is None or found[0]() is not weight or found[1] != now:
-        held = ref(weight, lambda _: _parts.pop(key, None))
-        found = _parts[key] = (held, now, router_parts(weight.detach(), dtype))
-    return found[2]
 
 
 def close_engines() -> None:
@@ -405,7 +381,7 @@ def _launch(
     check_weights(weights, layer.config.torch_dtype, x.device)
     return engine.launch(
         x,
-        _router(layer, weights.router_EH),
+        router_operand(layer, weights.router_EH),
         weights.up_XUH,
         weights.down_XHD,
         selection_bias_E=None if bias is None else bias.float().contiguous(),
@@ -484,7 +460,7 @@ class _FusedFunction(torch.autograd.Function):
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
         chosen = kept = ids
         if chosen is None or kept is None or engine.shape.drops:
-            chosen, kept = engine.expert_ids(x.shape[0])
+            chosen, kept = engine.readback.expert_ids(x.shape[0])
         ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
         ctx.there = there
         ctx.save_for_backward(chosen, kept, *present)
@@ -525,7 +501,7 @@ class _TogetherFunction(torch.autograd.Function):
         ys = _launch_together(engines, layer, unfused.ChainWeights(*tensors[2 * count :]), xs, ids, weights, plan)
         chosen = kept = ids
         if chosen is None or kept is None or engines.shape.drops:
-            pairs = [engine.expert_ids(x.shape[0]) for engine, x in zip(engines.engines, xs, strict=True)]
+            pairs = [engine.readback.expert_ids(x.shape[0]) for engine, x in zip(engines.engines, xs, strict=True)]
             chosen, kept = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
         ctx.there = there

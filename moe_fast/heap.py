@@ -29,6 +29,8 @@ MINIMUM_NVSHMEM = (3, 6)
 DEFAULT_HEAP_BYTES = 4 << 30
 SPARE_HEAP_BYTES = 256 << 20
 """What NVSHMEM's heap has beyond the first layer's need."""
+ALIGNMENT = 1024
+"""Bytes: what a heap begins on a multiple of, as each of its regions does within it (`regions.regions`)."""
 
 
 @dataclass(eq=False)
@@ -122,8 +124,7 @@ def local_heaps(size: int, device: torch.device, ranks: int) -> list[Heap]:
     Raises:
         UsageError: several heaps don't fit into the GPU's memory.
     """
-    # every heap begins where its tiles may: on a multiple of what `regions.regions` aligns to
-    stride = align_up(size, 1024)
+    stride = align_up(size, ALIGNMENT)
     try:
         memory = torch.zeros(ranks, stride, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
 """The ranks of this process: one, or all P of a simulated world, whose kernels run at one time on one GPU.
 
 Every rank's kernel waits for all others, so all blocks of all of them must be on the GPU together. A block takes a
-whole SM, so each rank gets SMs // P of them (`engine.blocks_per_rank`). What else could keep a kernel from beginning,
+whole SM, so each rank gets SMs // P of them (`blocks.blocks_per_rank`). What else could keep a kernel from beginning,
 while the others wait for it:
 
 * A launch behind a wait. Each rank has a stream, which waits for the caller's, and at the end the caller's waits for
@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from moe_fast.engine import Engine, MegakernelError, MegakernelTimeout
+from moe_fast.engine import Engine
+from moe_fast.failures import MegakernelError, MegakernelTimeout
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
@@ -119,20 +120,22 @@ class LocalRanks:
         return self._held[placement]
 
     def raise_if_failed(self) -> None:
-        """See `Engine.raise_if_failed`; a failure of one rank is told together with those of the others."""
-        if not any(engine.reported for engine in self.engines):
+        """See `ErrorRecord.raise_if_failed`; a failure of one rank is told together with those of the others."""
+        if not any(engine.errors.reported for engine in self.engines):
             return
         if len(self.engines) > 1:
             # what the other ranks report of the same call must not be left for the next one
             torch.cuda.synchronize(self.device)
-            waits = [text for engine in self.engines if (text := engine.waited())]
+            waits = [text for one in self.engines if (text := one.errors.waited(one.deadline_s))]
             if waits:
                 raise MegakernelTimeout(
                     f"{'; '.join(waits)}. The kernels of {len(self.engines)} ranks on one GPU must run at one time; "
                     "what prevents it is work that keeps SMs for so long, another fused layer on another stream, or a "
                     "tool that runs kernels one after the other; to go on, call recover() of these engines"
                 )
-        failures: list[MegakernelError] = [error for engine in self.engines if (error := engine.failure())]
+        failures: list[MegakernelError] = [
+            error for one in self.engines if (error := one.errors.failure(one.deadline_s))
+        ]
         if failures:
             raise failures[0]
 

@@ -98,7 +98,7 @@ def fill_record(
         record.rows_NH, record.hidden_ND = [], []
         returned_NH, output_NH, partial_NH = [], [], []
         for engine, one in zip(engines, seen, strict=True):
-            stretches = engine.stretches(plan.quota_by_slot()[:, engine.heap.rank])
+            stretches = engine.readback.stretches(plan.quota_by_slot()[:, engine.heap.rank])
             spread = [torch.arange(n, device=one.expert_SK.device) for _, _, n in stretches]
             rows = torch.cat([row + n for (row, _, _), n in zip(stretches, spread, strict=True)])
             hidden = torch.cat([row + n for (_, row, _), n in zip(stretches, spread, strict=True)])

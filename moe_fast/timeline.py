@@ -8,16 +8,26 @@ the first operands of a task, gate, copying of rows and combine are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from moe_fast.engine import EVENTS, TRACKS, Engine
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.simulator import Interval
 
+if TYPE_CHECKING:
+    from moe_fast.engine import Engine
+
+TRACKS, EVENTS = 5, 512
+"""Tracks of a block and events of a track in traced variants: those of `signals.TRACKS` and `signals.EVENTS`."""
 PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine", -6: "solve"}
 ACTORS = ("processor", "storer", "spare", "main-loop-1", "main-loop-2")
 """By track; the main loops of either warpgroup of a processor, without the epilogue, have tracks of their own."""
+
+
+def trace_words(blocks: int) -> int:
+    """int64 words of the trace: per block and track a header and EVENTS events of three words."""
+    return blocks * TRACKS * (EVENTS + 1) * 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ def read_timeline(engine: Engine) -> Timeline:
 
 
 def timeline_in(words: torch.Tensor, engine: Engine) -> Timeline:
-    """Timeline from a copy of a traced engine's trace on the CPU, int64 [`engine.trace_words`]."""
+    """Timeline from a copy of a traced engine's trace on the CPU, int64 [`trace_words`]."""
     tracks = words.view(engine.blocks, TRACKS, EVENTS + 1, 3)
     return timeline_of(tracks, engine.heap.rank, engine.blocks - (engine.shape.scheduler == "os_block"))
 

@@ -18,12 +18,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from moe_fast import backend, compiler, engine, unfused
+from moe_fast import backend, call, compiler, engine, unfused
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
+from moe_fast.router import is_fp32_router
 from moe_ref.layer import MoELayer
 from moe_ref.world import DistributedWorld
 
@@ -122,7 +123,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
         _, ranks, _ = unfused.group_of(layer)
         config = layer.config
         shape = KernelShape.from_config(
-            config, ranks, scheduler, fp32_router=backend._fp32_router(layer), placement=layer.placement
+            config, ranks, scheduler, fp32_router=is_fp32_router(layer), placement=layer.placement
         )
         key = (shape, config.max_tokens, transport)
         if key not in engines:
@@ -142,7 +143,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
         mock.patch.object(engine.torch, "zeros", unpinned),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(engine, "_raw_stream", ({None: 7} if stream is None else stream).get),
+        mock.patch.object(call, "_raw_stream", ({None: 7} if stream is None else stream).get),
     ):
         yield
     backend._last.clear()

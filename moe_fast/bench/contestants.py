@@ -107,7 +107,7 @@ def run_costs(setup: Setup, tokens: int) -> dict[str, Any]:
     parts = (weights.up_XUH, weights.down_XHD)
     found = {
         "symmetric": engine.heap.size,
-        "workspace": engine.workspace.numel(),
+        "workspace": engine.memory.workspace.numel(),
         "experts": sum(t.numel() * t.element_size() for t in parts),
         "eager": torch.cuda.max_memory_allocated() - before,
     }

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_fast import unfused
-from moe_fast.engine import Engine, router_parts
+from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.router import router_parts
 from moe_ref.config import MoEConfig
 
 SLEEP_CYCLES = 2_500_000

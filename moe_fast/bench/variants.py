@@ -174,7 +174,7 @@ def run_transports(layer: str, tokens: int, scheduler: str, repetitions: int) ->
     counts_PE = contestants["stores"].engine.buffers(tokens).counts_PE.cpu().numpy().astype(np.int64)
     sent_PG = balance.schedule(counts_PE, placement, method="plain").quota_by_slot().sum(axis=2)
     remote = int(sent_PG[rank].sum() - sent_PG[rank, rank]), int(sent_PG[:, rank].sum() - sent_PG[rank, rank])
-    counted = contestants["put_signal"].engine.put_rows
+    counted = contestants["put_signal"].engine.readback.put_rows
     if counted != remote:
         raise CheckFailed(f"{counted} rows and results went by put-with-signal, {remote} were remote")
 

@@ -12,7 +12,7 @@ from moe_ref.balance import schedule
 from moe_ref.balance.flow import solve
 from moe_ref.balance.loads import LoadModel
 from moe_ref.balance.routing import local_rows, route
-from moe_ref.placement import symmetric
+from moe_ref.placement import Placement, symmetric
 
 
 @settings(max_examples=300)
@@ -60,21 +60,50 @@ def test_local_first_then_node_and_quotas_always_win(instance, ranks_per_node: i
             assert from_away == 0 or quota[np.ix_(here, [expert], away)].sum() == 0
 
 
-def test_seeding_with_locality_keeps_a_quarter_of_the_copies_at_home() -> None:
-    """8 ranks, 32 experts, two replicas, skew 0.5: at least 24 % local at exactly the optimal maximum load."""
-    placement = symmetric(8, 32, 2).placement
-    seeded, afterwards = [], []
+def rows_at_home(quota_PED: np.ndarray, placement: Placement) -> int:
+    """Rows that are computed on the rank where they start."""
+    return sum(quota_PED[r, e, j] for e, ranks in enumerate(placement.ranks_of_expert) for j, r in enumerate(ranks))
+
+
+def balance_first(counts: np.ndarray, placement: Placement) -> np.ndarray:
+    """Quotas of the rival that divides the loads without knowing where rows start, and is local afterwards."""
+    return route(counts, solve(counts.sum(axis=0), placement).rows_ED, placement)
+
+
+def test_every_row_that_starts_beside_a_replica_stays() -> None:
+    """8 ranks, 32 experts, two replicas, skew 0.5: the optimal maximum load costs no locality.
+
+    No plan keeps more rows at home than start on a rank with a replica of their expert: of routes that don't depend on
+    their rank two eighths, as many as an expert has replicas. Plans reach that in every batch. Balance first does in
+    none: where it leaves a replica fewer rows than start beside it, an eighth of the expert's, the rest must travel.
+    """
+    placement, shares = symmetric(8, 32, 2).placement, []
     for counts in LoadModel(8, 32, 0.5).batches(40):
-        plan = schedule(counts, placement)
+        plan, most = schedule(counts, placement), int(local_rows(counts, placement).sum())
         assert plan.max_load == solve(counts.sum(axis=0), placement).max_load
         assert plan.is_optimal
-        seeded.append(plan.local_share)
-        rows_ED = solve(counts.sum(axis=0), placement).rows_ED  # balance first, be local afterwards
-        quota = route(counts, rows_ED, placement)
-        local = sum(quota[r, e, j] for e, ranks in enumerate(placement.ranks_of_expert) for j, r in enumerate(ranks))
-        afterwards.append(local / counts.sum())
-    assert np.mean(seeded) >= 0.24
-    assert np.mean(afterwards) < np.mean(seeded) - 0.015
+        assert rows_at_home(plan.quota_PED, placement) == most
+        assert rows_at_home(balance_first(counts, placement), placement) < most
+        shares.append(plan.local_share)
+    assert np.mean(shares) == pytest.approx(2 / 8, abs=0.001)
+
+
+def test_a_division_that_knows_where_rows_start_keeps_all_of_them() -> None:
+    """Every rank holds every expert and sends to one alone: all rows can stay, and do, at a load of 100 on every rank.
+
+    Loads are the same whichever expert a rank sends to, so balance first divides them the same in all 8 cases. An
+    expert's 100 rows start on every rank once, and on rank r as many stay as its replica there was given: 100 in the 8
+    cases together. That is an eighth, whatever the division.
+    """
+    ranks, rows, blind = 8, 100, 0
+    placement = Placement.from_replicas([list(range(ranks))] * ranks, ranks)
+    for shift in range(ranks):
+        counts = rows * np.roll(np.eye(ranks, dtype=np.int64), shift, axis=1)
+        plan = schedule(counts, placement)
+        assert plan.max_load == rows
+        assert rows_at_home(plan.quota_PED, placement) == ranks * rows
+        blind += rows_at_home(balance_first(counts, placement), placement)
+    assert blind == ranks * rows
 
 
 @pytest.mark.parametrize("sender", [0, 3])

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from moe_fast.backend import FusedBackend
+from moe_fast.buffers import Readback
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
-from moe_fast.kernel.regions import buffer_rows, heap_regions, workspace_regions
+from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.memory import Memory
 from moe_fast.record import fill_record
 from moe_ref import LayerStats, MoEConfig, MoELayer, cases
 from moe_ref.errors import UsageError
@@ -57,22 +59,23 @@ def test_a_heap_that_is_too_small_is_refused(gpu) -> None:
         Engine(SHAPE, heap_of(need - 1), 64)
 
 
+def engine_with(shape: KernelShape, rank: int) -> Engine:
+    """Engine of a rank whose memory holds nothing that was written, as far as reading it back goes."""
+    size, engine = heap_regions(shape, 64)[1], object.__new__(Engine)
+    heap = Heap(
+        torch.full((size,), 0x7F, dtype=torch.uint8), torch.zeros(shape.ranks, dtype=torch.int64), rank, shape.ranks
+    )
+    engine.shape, engine.heap, engine.memory = shape, heap, Memory(shape, heap, 64, 132)
+    engine.memory.workspace.fill_(0x7F)
+    engine.readback = Readback(engine.memory)
+    return engine
+
+
 def left_by_tokens(rank: int, want: Record, tokens_P: list[int]) -> Engine:
     """Engine of a rank of three, with the reference's buffers where the kernel puts them."""
-    shape, tokens = KernelShape.from_config(BY_TOKENS, 3), tokens_P[rank]
-    engine = object.__new__(Engine)
-    engine.shape, engine.max_tokens, engine.rows = shape, 64, buffer_rows(shape, 64)
-    engine.in_heap, size = heap_regions(shape, 64)
-    engine.heap = Heap(torch.full((size,), 0x7F, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), rank, 3)
-    engine.in_workspace, size = workspace_regions(shape, 64, 132)
-    engine.workspace = torch.full((size,), 0x7F, dtype=torch.uint8)
-
-    def heap(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return engine.view(engine.heap.memory, engine.in_heap[name], dtype)
-
-    def own(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return engine.view(engine.workspace, engine.in_workspace[name], dtype)
-
+    tokens = tokens_P[rank]
+    engine = engine_with(KernelShape.from_config(BY_TOKENS, 3), rank)
+    heap, own = engine.memory.symmetric, engine.memory.local
     side = 1
     own("control")[0] = side + 1
     counts = heap("counts").view(2, 3, -1)[side]
@@ -94,7 +97,7 @@ def left_by_tokens(rank: int, want: Record, tokens_P: list[int]) -> Engine:
         sent = (owner_SK == g).any(dim=1)
         back[i, :tokens][sent] = partial_SPH[sent, g]
     # after the flags and the leaders, see `wire_words`
-    heap("wire")[2 * engine.rows + 3 :][:9] = torch.from_numpy(want.sent_PG).flatten()
+    heap("wire")[2 * engine.memory.rows + 3 :][:9] = torch.from_numpy(want.sent_PG).flatten()
     return engine
 
 
@@ -141,33 +144,25 @@ def test_results_that_were_put_are_read_back_by_route(layout) -> None:
     shape = KernelShape.from_config(
         config, 2, placement=Placement.contiguous(4, 2) if layout == "fixed" else None, transport="put_signal"
     )
-    engine = object.__new__(Engine)
-    engine.shape, engine.max_tokens, engine.rows = shape, 64, buffer_rows(shape, 64)
-    engine.in_heap, size = heap_regions(shape, 64)
-    engine.heap = Heap(torch.full((size,), 0x7F, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 0, 2)
-    engine.in_workspace, size = workspace_regions(shape, 64, 132)
-    engine.workspace = torch.full((size,), 0x7F, dtype=torch.uint8)
-
-    def own(name: str) -> torch.Tensor:
-        return engine.view(engine.workspace, engine.in_workspace[name], torch.int32)
-
+    engine = engine_with(shape, 0)
+    own, side_rows = engine.memory.local, engine.memory.rows
     own("control")[0] = side + 1
     generator = torch.Generator().manual_seed(3)
     masked = torch.rand(tokens * 2, generator=generator) < 0.2
     own("expert")[: tokens * 2] = torch.where(masked, -1, 3).int()
-    rows = engine.rows if shape.fixed else tokens * 2
+    rows = side_rows if shape.fixed else tokens * 2
     where = torch.randperm(rows, generator=generator)[: tokens * 2]
     want = torch.randn(tokens * 2, hidden, generator=generator).half()
     # of each slot and rank in the fixed layout, else all that a side has room for
     block = 128 if shape.fixed else 64 * 2
     name, pitch = ("rows", hidden + 64) if shape.fixed else ("returned", hidden)
-    flat = engine.view(engine.heap.memory, engine.in_heap[name], torch.float16)
+    flat = engine.memory.symmetric(name, torch.float16)
     # L[1, 1, side]: of rank 1, that came back
-    first = ((1 * 2 + 1) * 2) * engine.rows if shape.fixed else 0
+    first = ((1 * 2 + 1) * 2) * side_rows if shape.fixed else 0
     for route in (~masked).nonzero().flatten().tolist():
         row = first + int(where[route])
         own("where")[route] = row
-        row += side * (engine.rows if shape.fixed else block)
+        row += side * (side_rows if shape.fixed else block)
         for column in range(0, hidden, 256):
             width = min(256, hidden - column)
             at = row // block * block * pitch + block * column + row % block * width

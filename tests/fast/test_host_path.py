@@ -27,8 +27,11 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, Int64
 from fused_host import FirstOf, Launches, argument_names, fused_on_cpu
 
-from moe_fast import backend, engine
-from moe_fast.kernel.signals import Args, Operands
+from moe_fast import backend, router
+from moe_fast.call import CHANGING, Call
+from moe_fast.engine import Engine
+from moe_fast.failures import CODE, STATUS, WORDS, MegakernelError, MegakernelInputError, MegakernelTimeout
+from moe_fast.kernel.signals import RECORD_WORDS, Args, Operands
 
 CONFIG = MoEConfig(hidden=128, intermediate=64, experts=4, top_k=2, dtype="bfloat16", max_tokens=64)
 EVERYTHING = CONFIG.replace(
@@ -53,7 +56,7 @@ def tokens(count: int = 8, **more) -> torch.Tensor:
     return torch.zeros(count, CONFIG.hidden, dtype=torch.bfloat16, **more)
 
 
-def engine_of(layer: MoELayer) -> engine.Engine:
+def engine_of(layer: MoELayer) -> Engine:
     only = backend.engine_for(layer).only
     assert only is not None
     return only
@@ -65,7 +68,7 @@ def check(launches: Launches, layer: MoELayer, x: torch.Tensor, **given) -> torc
     y = layer(x, **given)
     assert len(launches) == before + 1
     got, used = launches[-1], engine_of(layer)
-    spare, router, shared = used.workspace.data_ptr(), layer.router, layer.shared_expert
+    spare, router, shared = used.memory.workspace.data_ptr(), layer.router, layer.shared_expert
 
     def at(value: torch.Tensor | None) -> int:
         return spare if value is None else value.data_ptr()
@@ -260,7 +263,7 @@ def test_a_router_of_fp32_is_split_again_after_it_changed(launches) -> None:
         return launches[-1]["router"]
 
     def parts() -> torch.Tensor:
-        return backend._parts[id(layer.router.weight)][2]
+        return router._parts[id(layer.router.weight)][2]
 
     first = passed()
     assert passed() == first == parts().data_ptr()
@@ -283,7 +286,7 @@ def test_a_router_of_inference_mode_is_split_at_every_call(launches) -> None:
             layer(tokens())
     assert len(launches) == 2
     assert launches[-1]["router"] not in (0, layer.router.weight.data_ptr())
-    assert id(layer.router.weight) not in backend._parts
+    assert id(layer.router.weight) not in router._parts
 
 
 def test_parts_of_a_router_go_with_it(launches) -> None:
@@ -291,10 +294,10 @@ def test_parts_of_a_router_go_with_it(launches) -> None:
     layer.router.weight = nn.Parameter(layer.router.weight.detach().float())
     layer(tokens())
     key = id(layer.router.weight)
-    assert key in backend._parts
+    assert key in router._parts
     layer.router.weight = nn.Parameter(layer.router.weight.detach().bfloat16())
     gc.collect()
-    assert key not in backend._parts
+    assert key not in router._parts
 
 
 def test_the_backend_is_switched(launches) -> None:
@@ -389,7 +392,7 @@ def test_gradients_are_those_of_the_reference(launches) -> None:
         ids_SK = twin.gate(x).expert_SK
     layer(x)
     used = engine_of(layer)
-    used.view(used.workspace, used.in_workspace["expert"], torch.int32)[:16] = ids_SK.flatten().int()
+    used.memory.local("expert")[:16] = ids_SK.flatten().int()
     for handed in (False, True):
         weight = torch.rand(8, 2, generator=torch.Generator().manual_seed(4)).requires_grad_()
         grads = []
@@ -425,8 +428,8 @@ def test_ids_of_every_number_of_tokens(launches) -> None:
     used = engine_of(layer)
     for count in (8, 3, 8):
         written = torch.arange(count * 2) + count
-        used.view(used.workspace, used.in_workspace["expert"], torch.int32)[: count * 2] = written.int()
-        for ids in used.expert_ids(count):
+        used.memory.local("expert")[: count * 2] = written.int()
+        for ids in used.readback.expert_ids(count):
             assert torch.equal(ids, written.view(count, 2))
 
 
@@ -461,23 +464,27 @@ def test_what_cuda_refuses_is_an_error(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
     launches.error = 700
-    with pytest.raises(engine.MegakernelError, match="the kernel was not launched: cudaErrorIllegalAddress"):
+    with pytest.raises(MegakernelError, match="the kernel was not launched: cudaErrorIllegalAddress"):
         layer(tokens())
     launches.error = 0
     check(launches, layer, tokens())
+
+
+def test_the_error_record_has_the_words_that_the_kernel_writes() -> None:
+    assert len(WORDS) == RECORD_WORDS
 
 
 def test_what_an_earlier_call_reported_is_raised(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
     used = engine_of(layer)
-    used.record[7] = 1
-    with pytest.raises(engine.MegakernelInputError, match="a logit of the gate is not finite"):
+    used.errors.words[STATUS] = 1
+    with pytest.raises(MegakernelInputError, match="a logit of the gate is not finite"):
         layer(tokens())
     check(launches, layer, tokens())
-    used.record[0] = 1
+    used.errors.words[CODE] = 1
     for _ in range(2):
-        with pytest.raises(engine.MegakernelTimeout, match=r"call Engine.recover\(\)"):
+        with pytest.raises(MegakernelTimeout, match=r"call Engine.recover\(\)"):
             layer(tokens())
 
 
@@ -486,7 +493,7 @@ def test_a_write_that_failed_is_made_up_for(launches) -> None:
     check(launches, layer, tokens())
     used = engine_of(layer)
     with pytest.raises(struct.error):
-        used._call(0, (*range(len(engine.CHANGING) - 2), "no number"))
+        used._call(0, (*range(len(CHANGING) - 2), "no number"))
     check(launches, layer, tokens())
 
 
@@ -508,7 +515,7 @@ def test_under_torch_compile(launches, monkeypatch) -> None:
             got = launches[-1]
             assert (got["x"], got["y"]) == (x.data_ptr(), y.data_ptr())
             assert got["second"] == layer.down_proj.data_ptr()
-            assert got["plan"] == used.address("plan")
+            assert got["plan"] == used.memory.address("plan")
     torch.compiler.reset()
 
 
@@ -528,13 +535,13 @@ def test_the_dsl_reads_the_arguments_where_they_are_written() -> None:
     function = cute.compile(tell, Args(*kinds), operands, Int32(1), Int32(1), cuda.CUstream(0))
     told = np.zeros(100, dtype=np.int64)
     fixed = {"trace": told.ctypes.data_as(ctypes.c_void_p).value, "grid": 132, "heap": 1 << 40}
-    call = engine.Call(function, fixed)
+    call = Call(function, fixed)
     reused = [ctypes.c_int64(-1) for _ in range(10_000)]  # whatever was freed is written over
     for base in (100, 300, 300):
-        values = tuple(range(base, base + len(engine.CHANGING)))
+        values = tuple(range(base, base + len(CHANGING)))
         call(values[0], values[1:])
         got = dict(zip(argument_names(), told.tolist(), strict=False))
-        want = {**dict(zip(engine.CHANGING, values, strict=True)), **fixed}
+        want = {**dict(zip(CHANGING, values, strict=True)), **fixed}
         want.pop("stream")
         want = dict.fromkeys(got, 0) | want
         assert got == want

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -17,13 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_fast import backend, engine, heap, local_ranks, unfused
-from moe_fast.engine import LEAST_BLOCKS, Engine, MegakernelInputError, MegakernelTimeout, blocks_per_rank
-from moe_fast.heap import Heap, local_heaps
+from moe_fast import backend, call, engine, heap, local_ranks, unfused
+from moe_fast.blocks import LEAST_BLOCKS, blocks_per_rank
+from moe_fast.engine import Engine
+from moe_fast.failures import STATUS, MegakernelInputError, MegakernelTimeout
+from moe_fast.heap import ALIGNMENT, Heap, local_heaps
 from moe_fast.kernel.constants import SCHEDULERS, Status
-from moe_fast.kernel.regions import heap_regions
+from moe_fast.kernel.regions import heap_regions, workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks, side_by_side, where_held
+from moe_fast.router import router_operand
 from moe_ref import MoEConfig, MoELayer, SimulatedWorld, cases
 from moe_ref.errors import UsageError
 from moe_ref.experts import gemm0, gemm1
@@ -53,7 +57,7 @@ def test_heaps_of_one_gpu_lie_side_by_side():
     heaps = local_heaps(5000, CPU, 3)
     spans = [(one.base, one.base + one.size) for one in heaps]
     assert all(end - begin == 5000 for begin, end in spans)
-    assert all(a[1] <= b[0] and (b[0] - a[0]) % 1024 == 0 for a, b in pairwise(spans))
+    assert all(a[1] <= b[0] and (b[0] - a[0]) % ALIGNMENT == 0 for a, b in pairwise(spans))
     for rank, one in enumerate(heaps):
         assert (one.rank, one.ranks, one.on_one_gpu) == (rank, 3, True)
         assert one.peers.tolist() == [begin for begin, _ in spans]
@@ -62,6 +66,14 @@ def test_heaps_of_one_gpu_lie_side_by_side():
         one.barrier()
         one.close()
     assert not local_heaps(16, CPU, 1)[0].on_one_gpu
+
+
+def test_a_heap_begins_where_its_regions_may():
+    """Regions are laid out in a heap on multiples of the same number of bytes as heaps in an allocation."""
+    shape = KernelShape.from_config(CONFIG, 3)
+    layouts = heap_regions(shape, 64)[0], workspace_regions(shape, 64, 132)[0]
+    offsets = [region.offset for layout in layouts for region in layout.values()]
+    assert math.gcd(*offsets) == ALIGNMENT
 
 
 def test_heaps_that_do_not_fit_are_refused(monkeypatch):
@@ -123,7 +135,7 @@ def streams(monkeypatch):
 
         def __call__(self, stream: int, values: tuple[int, ...]) -> None:
             made.log.append(("launch", stream, self.fixed["rank"]))
-            made.pending.append((self.fixed, dict(zip(engine.CHANGING, (stream, *values), strict=True))))
+            made.pending.append((self.fixed, dict(zip(call.CHANGING, (stream, *values), strict=True))))
 
     plain = torch.zeros
     monkeypatch.setattr(engine.torch, "zeros", lambda *a, pin_memory=False, **more: plain(*a, **more))
@@ -406,7 +418,7 @@ def test_nothing_is_launched_unless_every_rank_can_be(streams):
     layer = MoELayer(CONFIG, world=2)
     group = group_of(layer)
     held, starts = backend.rank_weights(group, layer, unfused.layer_weights(layer)), []
-    router = backend._router(layer, layer.router.weight)
+    router = router_operand(layer, layer.router.weight)
     launches = [
         lambda size=size, one=one, own=own: one.launch(
             torch.zeros(size, 64), router, own.up_XUH, own.down_XHD, together=starts
@@ -447,7 +459,7 @@ def test_what_all_ranks_waited_for_is_told_together(streams):
     group.raise_if_failed()
     # code, rank, role, wait, index, seen, expected, status: see `signals`
     for rank in (0, 2):
-        group.engines[rank].record.copy_(torch.tensor([1, rank, 2, 2, 1, 0, 1, 0]))
+        group.engines[rank].errors.words.copy_(torch.tensor([1, rank, 2, 2, 1, 0, 1, 0]))
     with pytest.raises(
         MegakernelTimeout, match=r"rank 0, planner: .* counts of rank 1.*rank 2, planner.*3 ranks on one"
     ):
@@ -462,8 +474,8 @@ def test_wrong_input_is_told_once(streams):
     """Every rank reports it; the next call doesn't hear of it again."""
     group = group_of(MoELayer(CONFIG, world=3))
     for one in group.engines:
-        one.record[7] = Status.NONFINITE
+        one.errors.words[STATUS] = Status.NONFINITE
     with pytest.raises(MegakernelInputError, match="not finite"):
         group.check()
-    assert not any(one.reported for one in group.engines)
+    assert not any(one.errors.reported for one in group.engines)
     group.check()

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
 
-from moe_fast.engine import whole_pairs
+from moe_fast.blocks import whole_pairs
 from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, STAGES
 from moe_fast.kernel.limits import unsupported_pairs
 from moe_fast.kernel.pairs import pair_words

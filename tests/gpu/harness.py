@@ -19,12 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_fast import unfused
-from moe_fast.engine import Buffers, Engine, router_parts
+from moe_fast.buffers import Buffers
+from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, local_heaps, symmetric_heap
 from moe_fast.kernel.constants import CARRIED_ROWS, TILE_ROWS
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
+from moe_fast.router import router_parts
 from moe_ref import balance
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
@@ -498,7 +500,7 @@ def compare_case(
     method = "flow" if placement.max_replicas > 1 else "plain"
     plan = balance.schedule(want_counts.cpu().numpy(), placement, method=method)
     hidden_got, hidden_want, tiles = [], [], 0
-    for expert, first_row, hidden_row, sources in segments(case, plan, all_ids, rank, (engine.epoch - 1) & 1):
+    for expert, first_row, hidden_row, sources in segments(case, plan, all_ids, rank, (engine.memory.epoch - 1) & 1):
         rows = torch.cat([inputs.x[p][token] for p, token in sources])
         count = rows.shape[0]
         wrong = (got.rows_RH[first_row : first_row + count] != rows).any(dim=1).nonzero().flatten()

@@ -16,7 +16,8 @@ import torch
 from harness import Case, group_for, launch_together, make_inputs, run_together, seat
 
 from moe_fast import backend
-from moe_fast.engine import LEAST_BLOCKS, MegakernelInputError, MegakernelTimeout
+from moe_fast.blocks import LEAST_BLOCKS
+from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 
 RANKS = (2, 4, 8)
 

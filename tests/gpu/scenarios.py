@@ -33,7 +33,7 @@ import one_gpu
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
 from moe_fast import backend, compiler, unfused
-from moe_fast.engine import MegakernelInputError, MegakernelTimeout
+from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel import carry
 
 
@@ -268,14 +268,14 @@ def transports() -> dict:
         puts, stores = engine_for(one), engine_for(replace(one, transport="stores"))
         assert puts.heap.peers.count_nonzero() == 1, "a peer's address is known"
         inputs = make_inputs(one)
-        before = puts.put_rows
+        before = puts.readback.put_rows
         y = launcher(one, inputs)()
         puts.check()
-        rows, results = (now - then for now, then in zip(puts.put_rows, before, strict=True))
+        rows, results = (now - then for now, then in zip(puts.readback.put_rows, before, strict=True))
         other = launcher(replace(one, transport="stores"), inputs)()
         stores.check()
         assert torch.equal(y, other), f"{one}: other bits than direct stores"
-        assert stores.put_rows == (0, 0), "a store counted as a put"
+        assert stores.readback.put_rows == (0, 0), "a store counted as a put"
         plan = plan_of(one, inputs)
         sent = plan.quota_by_slot().sum(axis=2)
         remote, returned = int(sent[rank].sum() - sent[rank, rank]), int(sent[:, rank].sum() - sent[rank, rank])
@@ -454,9 +454,8 @@ def timeout_of(case: Case) -> dict:
     call = launcher(case, make_inputs(case))
     usual, engine.deadline_s = engine.deadline_s, 0.3
     message, took = "", 0.0
-    region = engine.in_workspace["arrived_target"]
     if ranks == 1:
-        engine.view(engine.workspace, region, torch.int32).add_(5)
+        engine.memory.local("arrived_target").add_(5)
     if ranks == 1 or rank != 1:
         start = time.perf_counter()
         call()
@@ -574,7 +573,8 @@ def traced() -> dict:
     seen = engine.buffers(inputs.x[rank].shape[0])
     counts = seen.counts_PE.cpu()
     remote = int(counts[rank].sum() - counts[rank, low:high].sum())
-    assert engine.sent_rows == remote, f"{engine.sent_rows} rows sent to peers, {remote} routed to them"
+    sent = engine.readback.sent_rows
+    assert sent == remote, f"{sent} rows sent to peers, {remote} routed to them"
     line = read_timeline(engine)
     tasks = seen.dealt_tiles * (shape.columns0 + shape.columns1)
     assert line.tasks == tasks, f"{line.tasks} tasks traced, {tasks} planned"
@@ -1033,7 +1033,7 @@ def families() -> dict:
 def tf32() -> dict:
     """A float32 layer's time against the same layer's in bfloat16, in turn: at most 2.3 times."""
     from moe_fast.bench import LAYERS, interleaved, set_up
-    from moe_fast.engine import router_parts
+    from moe_fast.router import router_parts
 
     out = {}
     for name in cases.TF32_TIMES:
