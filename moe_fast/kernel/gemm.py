@@ -202,8 +202,11 @@ def load_logits(
     router_atom: cute.CopyAtom,
     router: cute.Tensor,
     router_smem: cute.Tensor,
+    rows_there: cutlass.Constexpr,
 ) -> Int32:
     """The whole loader warp streams one token tile and the router; returns the new running count of stages.
+
+    rows_there: tokens of the tile, 128 or 64; as in `load_product`.
 
     The router's stages are as narrow as it is, so they share memory with other stages of tasks. That is safe: a task
     begins only after the plan, and the plan only after every token tile's logits are computed.
@@ -212,12 +215,13 @@ def load_logits(
         stage = count % STAGES
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + k.gate_columns) * LINE_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + k.gate_columns) * LINE_BYTES)
         part = step
         if cutlass.const_expr(k.router_parts > 1):
             # the router's parts stand side by side; each meets the whole token
             part = step % k.depth0
-        cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
+        place = stage * (TILE_ROWS // rows_there)
+        cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
         cute.copy(router_atom, router[(None, step)], router_smem[(None, stage)], tma_bar_ptr=full + stage)
         count += 1
     return count
