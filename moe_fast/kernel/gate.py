@@ -384,13 +384,14 @@ def rank_routes(
             total += part
         write(a.histogram, tile * k.experts + thread, total)
     sync_consumers()
-    for own in range(lane, per_warp, 32):
-        r = warp * per_warp + own
-        expert = cute.arch.load(scratch + IDS + r, Int32)
-        if expert >= 0:
-            base = cute.arch.load(counts + expert, Int32)
-            rank = cute.arch.load(scratch + RANKS + r, Int32)
-            write(a.index, tile * (height * k.top_k) + r, base + rank)
+    for first in cutlass.range_constexpr(0, TILE_ROWS // 8 * k.top_k, 32):
+        if first + lane < per_warp:
+            r = warp * per_warp + first + lane
+            expert = cute.arch.load(scratch + IDS + r, Int32)
+            if expert >= 0:
+                base = cute.arch.load(counts + expert, Int32)
+                rank = cute.arch.load(scratch + RANKS + r, Int32)
+                write(a.index, tile * (height * k.top_k) + r, base + rank)
     # the release below covers what all threads wrote before this barrier
     sync_consumers()
     if thread == 0:
