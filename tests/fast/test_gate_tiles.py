@@ -90,12 +90,13 @@ class Memory(types.SimpleNamespace):
         "row_shift",
         "send",
     )
-    once = ("expert", "index", "send", "where")
+    once = ("expert", "index", "send", "where", "back_target")
 
     def __init__(self, **more: Any) -> None:
         names = (*self.names, "back_target", "plan", "where", "home")
         super().__init__(**{name: (i + 1) << 40 for i, name in enumerate(names)}, **more)
         self.words: dict[tuple[int, int], Any] = {}
+        self.written: set[tuple[int, int]] = set()
 
     def place(self, address: int, index: int) -> tuple[int, int]:
         return address >> 40, (address & ((1 << 40) - 1)) // 4 + index
@@ -106,7 +107,9 @@ class Memory(types.SimpleNamespace):
 
     def write(self, address: int, index: int, value: Any, kind: Any = None) -> None:
         place = self.place(address, index)
-        assert place not in self.words or address not in [getattr(self, name) for name in self.once], "written twice"
+        once = place[0] in [getattr(self, name) >> 40 for name in self.once]
+        assert not (once and place in self.written), "written twice"
+        self.written.add(place)
         self.words[place] = value
 
     def entries(self, name: str) -> dict[int, Any]:
@@ -195,7 +198,8 @@ class Rank:
             a.write(a.given_expert, route, expert)
             a.write(a.given_weight, route, route / 7)
         for token in range(tokens):
-            a.write(a.back_target + SIDE * MAX_TOKENS * 4, token, 1000 + token)
+            # of the call before on this side
+            a.words[a.place(a.back_target, SIDE * MAX_TOKENS + token)] = 1000 + token
         for expert in range(EXPERTS):
             a.write(a.row_shift, expert, 10_000 * expert)
         self.height, self.tiles = gate_tiles(tokens, PROCESSORS)
