@@ -43,7 +43,7 @@ from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 @cute.jit
 def consume(
-    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
+    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sLow: tuple,
     sC: cute.Tensor, sRest: cute.Tensor, sE: cute.Tensor, hidden: tuple,
     rows_memory: cute.Pointer, memory: cute.Pointer,
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
@@ -63,6 +63,12 @@ def consume(
     gate_b = gate_mma.make_fragment_B(gate_thr.partition_B(sG))
     if cutlass.const_expr(dtype is Float32):
         gate_rest = gate_mma.make_fragment_A(gate_thr.partition_A(sRest))
+    if cutlass.const_expr(k.gate_steps > 1):
+        # the first warpgroup's alone
+        low_mma = tiled_mma(dtype, k.gate_columns, 1)
+        low_thr = low_mma.get_slice(0)
+        low_a = low_mma.make_fragment_A(low_thr.partition_A(sLow[0]))
+        low_b = low_mma.make_fragment_B(low_thr.partition_B(sLow[1]))
     logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
     count = Int32(0)
 
@@ -78,13 +84,22 @@ def consume(
                             dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
                             count, k.depth0, thread,
                         )  # fmt: skip
-                    else:
+                    elif cutlass.const_expr(k.gate_steps == 1):  # noqa: SIM114 (one is decided by the compiler)
                         count = multiply(
                             dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
                         )
+                    elif height > TILE_ROWS // 2:
+                        count = multiply(
+                            dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
+                        )
+                    else:
+                        count = multiply(
+                            dtype, k.gate_columns, logits, low_a, low_b, full, empty, count,
+                            Int32(k.gate_depth // k.gate_steps),
+                        )  # fmt: skip
                     gate.choose(k, a, logits, tile * height, scratch, thread)
                 else:
-                    count = pass_over(full, empty, count, Int32(k.gate_depth))
+                    count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
             else:
                 gate.take_given(k, a, tile, height, scratch, thread)
             gate.rank_routes(k, a, side, tile, height, scratch, thread)

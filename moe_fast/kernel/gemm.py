@@ -64,18 +64,18 @@ def operand_type(dtype):
     return TFloat32 if dtype is Float32 else dtype
 
 
-def tiled_mma(dtype, columns: int = TILE_COLUMNS) -> cute.TiledMma:
-    """wgmma m64 n<columns>, 32 bytes deep, for each of the two consumer warpgroups, both operands from shared memory,
-    fp32 sums."""
+def tiled_mma(dtype, columns: int = TILE_COLUMNS, groups: int = 2) -> cute.TiledMma:
+    """wgmma m64 n<columns>, 32 bytes deep, for each of the two consumer warpgroups (or one), both operands from shared
+    memory, fp32 sums."""
     if dtype is Float32:
-        return cute.make_tiled_mma(cute.make_mma_atom(MmaTF32Op(columns)), (2, 1, 1))
+        return cute.make_tiled_mma(cute.make_mma_atom(MmaTF32Op(columns)), (groups, 1, 1))
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
         cute.nvgpu.OperandMajorMode.K,
         cute.nvgpu.OperandMajorMode.K,
         Float32,
-        (2, 1, 1),
+        (groups, 1, 1),
         tiler_mn=(64, columns),
     )
 
@@ -203,26 +203,31 @@ def load_logits(
     router: cute.Tensor,
     router_smem: cute.Tensor,
     rows_there: cutlass.Constexpr,
+    steps: cutlass.Constexpr,
 ) -> Int32:
     """The whole loader warp streams one token tile and the router; returns the new running count of stages.
 
-    rows_there: tokens of the tile, 128 or 64; as in `load_product`.
+    rows_there: tokens of the tile, 128 or 64; as in `load_product`. steps: of 128 bytes in a stage. A block alone is
+    bound by the way to memory, not by its bytes: where a tile is low, a stage takes two steps and as many bytes.
 
     The router's stages are as narrow as it is, so they share memory with other stages of tasks. That is safe: a task
     begins only after the plan, and the plan only after every token tile's logits are computed.
     """
-    for step in range(k.gate_depth):
+    for step in range(k.gate_depth // steps):
         stage = count % STAGES
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + k.gate_columns) * LINE_BYTES)
-        part = step
-        if cutlass.const_expr(k.router_parts > 1):
-            # the router's parts stand side by side; each meets the whole token
-            part = step % k.depth0
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + k.gate_columns) * LINE_BYTES * steps)
         place = stage * (TILE_ROWS // rows_there)
-        cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
-        cute.copy(router_atom, router[(None, step)], router_smem[(None, stage)], tma_bar_ptr=full + stage)
+        for i in cutlass.range_constexpr(steps):
+            here = step * steps + i
+            part = here
+            if cutlass.const_expr(k.router_parts > 1):
+                # the router's parts stand side by side; each meets the whole token
+                part = here % k.depth0
+            cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, place + i)], tma_bar_ptr=full + stage)
+            to = router_smem[(None, stage * steps + i)]
+            cute.copy(router_atom, router[(None, here)], to, tma_bar_ptr=full + stage)
         count += 1
     return count
 

@@ -136,12 +136,12 @@ def load(
             if height > TILE_ROWS // 2:
                 count = load_logits(
                     k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter,
-                    TILE_ROWS,
+                    TILE_ROWS, 1,
                 )  # fmt: skip
             else:
                 count = load_logits(
                     k, full, empty, count, aXHalf, gXHalf[(None, tile, None)], sXHalf, aRouter,
-                    gRouter[(None, 0, None)], sRouter, TILE_ROWS // 2,
+                    gRouter[(None, 0, None)], sRouter, TILE_ROWS // 2, k.gate_steps,
                 )  # fmt: skip
     counters = side_counters(a, side)
     arrived = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from kernel_source import kernel_function
 
+from moe_fast import compiler
 from moe_fast.kernel.constants import LINE_BYTES, STAGES, TILE_ROWS
 from moe_fast.kernel.regions import gate_tiles, most_gate_tiles, workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
+from moe_ref.errors import BackendUnavailable
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import next_target
 
@@ -385,35 +387,102 @@ def test_peers_are_told_of_every_token_once(tokens, top_k):
         assert waits[SIDE * MAX_TOKENS + token] == expected
 
 
-@pytest.mark.parametrize("rows", [64, 128])
-def test_a_stage_of_the_gate_gets_what_its_barrier_expects(rows):
-    """Bytes of both boxes, at the place of the stage's first rows."""
+@pytest.mark.parametrize(("rows", "steps"), [(128, 1), (64, 1), (64, 2)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_stage_of_the_gate_gets_what_its_barrier_expects(rows, steps, parts):
+    """Bytes of its boxes; steps in the places that the stage has for its first rows, and one after the other."""
     expected: list[tuple[int, int]] = []
-    copied: list[tuple[int, str, tuple]] = []
+    copied: list[tuple[int, tuple[str, int], tuple[str, int]]] = []
 
     class Box:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def __getitem__(self, place: tuple) -> tuple:
+        def __getitem__(self, place: tuple) -> tuple[str, int]:
             return self.name, place[1]
+
+    def copy(atom, source, target, tma_bar_ptr) -> None:
+        copied.append((tma_bar_ptr, source, target))
 
     arch = types.SimpleNamespace(
         mbarrier_wait=lambda *_: None, elect_one=contextlib.nullcontext,
         mbarrier_arrive_and_expect_tx=lambda barrier, size: expected.append((barrier, size)),
     )  # fmt: skip
-    copy: Any = lambda atom, source, target, tma_bar_ptr: copied.append((tma_bar_ptr, source, target))  # noqa: E731
     load = kernel_function(
         "gemm", "load_logits", STAGES=STAGES, TILE_ROWS=TILE_ROWS, LINE_BYTES=LINE_BYTES,
         cute=types.SimpleNamespace(arch=arch, copy=copy),
     )  # fmt: skip
-    k = types.SimpleNamespace(gate_depth=6, gate_columns=192, router_parts=1, depth0=6)
-    boxes = [Box(name) for name in ("rows", "stage of rows", "router", "stage of router")]
-    assert load(k, 100, 200, 3, None, boxes[0], boxes[1], None, boxes[2], boxes[3], rows) == 9
-    assert expected == [(100 + count % STAGES, (rows + 192) * LINE_BYTES) for count in range(3, 9)]
-    for step, count in enumerate(range(3, 9)):
-        stage = count % STAGES
-        tokens, router = copied[2 * step : 2 * step + 2]
-        # the boxes of `rows` rows that a stage has
-        assert tokens == (100 + stage, ("rows", step), ("stage of rows", stage * TILE_ROWS // rows))
-        assert router == (100 + stage, ("router", step), ("stage of router", stage))
+    k = types.SimpleNamespace(gate_depth=6 * parts, gate_columns=128, router_parts=parts, depth0=6)
+    boxes = [Box(name) for name in ("rows", "place of rows", "router", "place of router")]
+    stages = 6 * parts // steps
+    assert load(k, 100, 200, 3, None, boxes[0], boxes[1], None, boxes[2], boxes[3], rows, steps) == 3 + stages
+    assert expected == [(100 + (3 + i) % STAGES, (rows + 128) * LINE_BYTES * steps) for i in range(stages)]
+    want = []
+    for i in range(stages):
+        stage = (3 + i) % STAGES
+        for step in range(steps):
+            at = i * steps + step
+            want.append((100 + stage, ("rows", at % 6), ("place of rows", stage * TILE_ROWS // rows + step)))
+            want.append((100 + stage, ("router", at), ("place of router", stage * steps + step)))
+    assert copied == want
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_two_steps_of_a_stage_are_neighbouring_places_in_k_order(rows):
+    """Of tokens and of the router: what TMA writes to places 2 s and 2 s + 1 is the product's stage s."""
+    try:
+        cute = compiler.import_cutlass()
+    except BackendUnavailable as error:
+        pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
+    import cutlass
+    from cutlass.cute.nvgpu import warpgroup
+
+    from moe_fast.kernel.gemm import tiled_mma
+
+    line, blocks = LINE_BYTES // 2, 4
+    found: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+
+    @cute.jit
+    def look():
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, cutlass.BFloat16)
+        places = cute.tile_to_shape(atom, (rows, line, STAGES * 2), order=(0, 1, 2))
+        stages = cute.tile_to_shape(atom, (rows, line * 2, STAGES), order=(0, 1, 2))
+        for row in cutlass.range_constexpr(0, rows, 5):
+            for column in cutlass.range_constexpr(0, line * 2, 8):
+                for stage in cutlass.range_constexpr(STAGES):
+                    place = (row, column % line, stage * 2 + column // line)
+                    found.append((cute.crd2idx(place, places.outer), cute.crd2idx((row, column, stage), stages.outer)))
+        mma = tiled_mma(cutlass.BFloat16, rows, 1)
+        part = mma.get_slice(0)
+        pointer = cute.make_ptr(cutlass.BFloat16, 1024, cute.AddressSpace.smem, assumed_align=1024)
+        one, two = (
+            cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer) for layout in (places, stages)
+        )
+        if cutlass.const_expr(rows == 64):
+            one, two = (mma.make_fragment_A(part.partition_A(t)).layout for t in (one, two))
+        else:
+            one, two = (mma.make_fragment_B(part.partition_B(t)).layout for t in (one, two))
+        for block in cutlass.range_constexpr(2 * blocks):
+            for stage in cutlass.range_constexpr(STAGES):
+                place = (0, 0, block % blocks, stage * 2 + block // blocks)
+                read.append((cute.crd2idx(place, one), cute.crd2idx((0, 0, block, stage), two)))
+
+    look()
+    for pairs, count in ((found, ceil_div(rows, 5) * 16 * STAGES), (read, 8 * STAGES)):
+        assert len(pairs) == len({int(a) for a, _ in pairs}) == count
+        assert all(int(a) == int(b) for a, b in pairs)
+
+
+def test_stages_take_two_steps_where_both_operands_have_room():
+    """The router of at most 128 columns, and an even number of steps; not the products of float32."""
+    plain = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
+    assert KernelShape.from_config(plain, 1).gate_steps == 2
+    assert KernelShape.from_config(plain.replace(experts=8, top_k=2), 1, fp32_router=True).gate_steps == 2
+    for other in (
+        KernelShape.from_config(plain.replace(experts=129), 1),
+        KernelShape.from_config(plain.replace(hidden=2880), 1),
+        KernelShape.from_config(plain.replace(hidden=64 * 33), 1, fp32_router=True),
+        KernelShape.from_config(plain.replace(dtype="float32"), 1),
+    ):
+        assert other.gate_steps == 1, other.name
