@@ -435,6 +435,7 @@ def test_two_steps_of_a_stage_are_neighbouring_places_in_k_order(rows):
     except BackendUnavailable as error:
         pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
     import cutlass
+    from cutlass import range_constexpr  # pyright: ignore[reportPrivateImportUsage]
     from cutlass.cute.nvgpu import warpgroup
 
     from moe_fast.kernel.gemm import tiled_mma
@@ -443,14 +444,19 @@ def test_two_steps_of_a_stage_are_neighbouring_places_in_k_order(rows):
     found: list[tuple[int, int]] = []
     read: list[tuple[int, int]] = []
 
+    def fragment(mma, part, tensor):
+        if rows == 64:
+            return mma.make_fragment_A(part.partition_A(tensor))
+        return mma.make_fragment_B(part.partition_B(tensor))
+
     @cute.jit
     def look():
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, cutlass.BFloat16)
         places = cute.tile_to_shape(atom, (rows, line, STAGES * 2), order=(0, 1, 2))
         stages = cute.tile_to_shape(atom, (rows, line * 2, STAGES), order=(0, 1, 2))
-        for row in cutlass.range_constexpr(0, rows, 5):
-            for column in cutlass.range_constexpr(0, line * 2, 8):
-                for stage in cutlass.range_constexpr(STAGES):
+        for row in range_constexpr(0, rows, 5):
+            for column in range_constexpr(0, line * 2, 8):
+                for stage in range_constexpr(STAGES):
                     place = (row, column % line, stage * 2 + column // line)
                     found.append((cute.crd2idx(place, places.outer), cute.crd2idx((row, column, stage), stages.outer)))
         mma = tiled_mma(cutlass.BFloat16, rows, 1)
@@ -459,12 +465,9 @@ def test_two_steps_of_a_stage_are_neighbouring_places_in_k_order(rows):
         one, two = (
             cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer) for layout in (places, stages)
         )
-        if cutlass.const_expr(rows == 64):
-            one, two = (mma.make_fragment_A(part.partition_A(t)).layout for t in (one, two))
-        else:
-            one, two = (mma.make_fragment_B(part.partition_B(t)).layout for t in (one, two))
-        for block in cutlass.range_constexpr(2 * blocks):
-            for stage in cutlass.range_constexpr(STAGES):
+        one, two = (fragment(mma, part, tensor).layout for tensor in (one, two))
+        for block in range_constexpr(2 * blocks):
+            for stage in range_constexpr(STAGES):
                 place = (0, 0, block % blocks, stage * 2 + block // blocks)
                 read.append((cute.crd2idx(place, one), cute.crd2idx((0, 0, block, stage), two)))
 
