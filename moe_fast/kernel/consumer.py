@@ -17,6 +17,7 @@ from moe_fast.kernel.gemm import (
     multiply,
     multiply_carrying,
     multiply_exactly,
+    multiply_logits,
     pass_over,
     return_rows,
     store_chunks,
@@ -43,7 +44,7 @@ from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 @cute.jit
 def consume(
-    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor, sLow: tuple,
+    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sAh: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
     sC: cute.Tensor, sRest: cute.Tensor, sE: cute.Tensor, hidden: tuple,
     rows_memory: cute.Pointer, memory: cute.Pointer,
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
@@ -59,16 +60,14 @@ def consume(
     group = cute.arch.make_warp_uniform(thread >> 7)
     gate_mma = tiled_mma(dtype, k.gate_columns)
     gate_thr = gate_mma.get_slice(group * 128)
-    gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
     gate_b = gate_mma.make_fragment_B(gate_thr.partition_B(sG))
     if cutlass.const_expr(dtype is Float32):
+        gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
         gate_rest = gate_mma.make_fragment_A(gate_thr.partition_A(sRest))
-    if cutlass.const_expr(k.gate_steps > 1):
-        # the first warpgroup's alone
-        low_mma = tiled_mma(dtype, k.gate_columns, 1)
-        low_thr = low_mma.get_slice(0)
-        low_a = low_mma.make_fragment_A(low_thr.partition_A(sLow[0]))
-        low_b = low_mma.make_fragment_B(low_thr.partition_B(sLow[1]))
+    else:
+        # in places of 64 rows: each warpgroup's, or those of two steps
+        half_mma = tiled_mma(dtype, k.gate_columns, 1)
+        gate_a = half_mma.make_fragment_A(half_mma.get_slice(0).partition_A(sAh))
     logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
     count = Int32(0)
 
@@ -84,18 +83,10 @@ def consume(
                             dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
                             count, k.depth0, thread,
                         )  # fmt: skip
-                    elif cutlass.const_expr(k.gate_steps == 1):  # noqa: SIM114 (one is decided by the compiler)
-                        count = multiply(
-                            dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
-                        )
-                    elif height > TILE_ROWS // 2:
-                        count = multiply(
-                            dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
-                        )
                     else:
-                        count = multiply(
-                            dtype, k.gate_columns, logits, low_a, low_b, full, empty, count,
-                            Int32(k.gate_depth // k.gate_steps),
+                        count = multiply_logits(
+                            dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
+                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group,
                         )  # fmt: skip
                     gate.choose(k, a, logits, tile * height, scratch, thread)
                 else:

@@ -280,6 +280,55 @@ def multiply(
 
 
 @cute.jit
+def multiply_logits(
+    dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    acc: cute.Tensor,
+    a_frag: cute.Tensor,
+    b_frag: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    depth: cutlass.Constexpr,
+    double: Int32,
+    group: Int32,
+) -> Int32:
+    """As `multiply`, for what `load_logits` brings: 64 rows of a token tile for warpgroup `group`.
+
+    a_frag: in places of 64 rows, two in a stage. depth: steps of 128 bytes. double: 1 where a stage holds two of them,
+    all for the first warpgroup, else 0.
+    """
+    mma = tiled_mma(dtype, columns)
+    blocks = cute.size(a_frag, mode=[2])
+    mma.set(warpgroup.Field.ACCUMULATE, False)
+    stage = count % STAGES
+    cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+    warpgroup.fence()
+    a_place, b_place = stage * 2 + group, stage << double
+    for kb in cutlass.range_constexpr(blocks):
+        cute.gemm(mma, acc, a_frag[(None, None, kb, a_place)], b_frag[(None, None, kb, b_place)], acc)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    for step in range(1, depth):
+        # the second step of a stage has come with the first
+        second = step & double
+        following = count + 1 - second
+        stage = following % STAGES
+        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        a_place, b_place = stage * 2 + group + second, (stage << double) + second
+        for kb in cutlass.range_constexpr(blocks):
+            cute.gemm(mma, acc, a_frag[(None, None, kb, a_place)], b_frag[(None, None, kb, b_place)], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if second == 0:
+            release(empty, count)
+        count = following
+    warpgroup.wait_group(0)
+    release(empty, count)
+    return count + 1
+
+
+@cute.jit
 def multiply_carrying(
     dtype: cutlass.Constexpr,
     acc: cute.Tensor,

@@ -98,13 +98,6 @@ class MegaKernel:
         lA = cute.tile_to_shape(atom, (TILE_ROWS, k.line, STAGES), order=(0, 1, 2))
         lB = cute.tile_to_shape(atom, (TILE_COLUMNS, k.line, STAGES), order=(0, 1, 2))
         lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES * k.gate_steps), order=(0, 1, 2))
-        # stages of a low token tile, of its rows and of the router: neighbouring places of lAh and lG
-        low = ()
-        if cutlass.const_expr(k.gate_steps > 1):
-            low = tuple(
-                cute.tile_to_shape(atom, (rows, k.line * k.gate_steps, STAGES), order=(0, 1, 2))
-                for rows in (TILE_ROWS // 2, k.gate_columns)
-            )
         lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, k.line, STAGES * 2), order=(0, 1, 2))
         # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store
         lC = cute.tile_to_shape(atom, (TILE_ROWS, k.line, 2), order=(0, 1, 2))
@@ -183,7 +176,7 @@ class MegaKernel:
         self.kernel(
             a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
             tSecond, aOut, tOut, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden,
-            lE, lA, lA1, lAh, lAf, low, lB, lBh, lG, lC, lCs, lBias,
+            lE, lA, lA1, lAh, lAf, lB, lBh, lG, lC, lCs, lBias,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -197,7 +190,6 @@ class MegaKernel:
         aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, few: tuple, bias: tuple, shared: tuple,
         following: tuple, hidden: tuple, lE: cute.ComposedLayout,
         lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lAf: cute.ComposedLayout,
-        low: tuple,
         lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
     ):  # fmt: skip
@@ -273,10 +265,6 @@ class MegaKernel:
         sB = s.sB.get_tensor(lB.outer, swizzle=lB.inner)
         sBh = s.sB.get_tensor(lBh.outer, swizzle=lBh.inner)
         sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
-        sLow = tuple(
-            memory.get_tensor(layout.outer, swizzle=layout.inner)
-            for memory, layout in zip((s.sA, s.sB), low, strict=False)
-        )
         sC = s.sC.get_tensor(lC.outer, swizzle=lC.inner)
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
         # what TF32 leaves of a step of tokens, for the gate of float32 layers; as large as half of sC
@@ -317,7 +305,7 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             consume(
-                k, a, sA, sB, sG, sLow, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
+                k, a, sA, sAh, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
                 few_free, sent, slots, word_full, word_empty, epoch, side, block, blocks, processors, height,
                 token_tiles, thread - 128,

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from kernel_source import kernel_function
 
-from moe_fast import compiler
 from moe_fast.kernel.constants import LINE_BYTES, STAGES, TILE_ROWS
 from moe_fast.kernel.regions import gate_tiles, most_gate_tiles, workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
-from moe_ref.errors import BackendUnavailable
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import next_target
 
@@ -427,54 +425,72 @@ def test_a_stage_of_the_gate_gets_what_its_barrier_expects(rows, steps, parts):
     assert copied == want
 
 
-@pytest.mark.parametrize("rows", [64, 128])
-def test_two_steps_of_a_stage_are_neighbouring_places_in_k_order(rows):
-    """Of tokens and of the router: what TMA writes to places 2 s and 2 s + 1 is the product's stage s."""
-    try:
-        cute = compiler.import_cutlass()
-    except BackendUnavailable as error:
-        pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
-    import cutlass
-    from cutlass import range_constexpr  # pyright: ignore[reportPrivateImportUsage]
-    from cutlass.cute.nvgpu import warpgroup
+@pytest.mark.parametrize(("rows", "steps", "group"), [(128, 1, 0), (128, 1, 1), (64, 1, 0), (64, 2, 0)])
+def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
+    """From the places of its rows and of the router, in the order of the steps; and hands a stage back once, when the
+    product of its last step has ended."""
+    depth, count = 18, 3
+    loaded: list[tuple[int, int, int]] = []
+    log: list[tuple] = []
 
-    from moe_fast.kernel.gemm import tiled_mma
+    class Place:
+        def __init__(self, name: str) -> None:
+            self.name = name
 
-    line, blocks = LINE_BYTES // 2, 4
-    found: list[tuple[int, int]] = []
-    read: list[tuple[int, int]] = []
+        def __getitem__(self, place: tuple) -> tuple:
+            return (self.name, *place[1:])
 
-    def fragment(mma, part, tensor):
-        if rows == 64:
-            return mma.make_fragment_A(part.partition_A(tensor))
-        return mma.make_fragment_B(part.partition_B(tensor))
+    def copy(atom, source, target, tma_bar_ptr) -> None:
+        if target[0] == "rows":
+            loaded.append((tma_bar_ptr, target[1], 0))
+        else:
+            loaded[-1] = (*loaded[-1][:2], target[1])
 
-    @cute.jit
-    def look():
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, cutlass.BFloat16)
-        places = cute.tile_to_shape(atom, (rows, line, STAGES * 2), order=(0, 1, 2))
-        stages = cute.tile_to_shape(atom, (rows, line * 2, STAGES), order=(0, 1, 2))
-        for row in range_constexpr(0, rows, 5):
-            for column in range_constexpr(0, line * 2, 8):
-                for stage in range_constexpr(STAGES):
-                    place = (row, column % line, stage * 2 + column // line)
-                    found.append((cute.crd2idx(place, places.outer), cute.crd2idx((row, column, stage), stages.outer)))
-        mma = tiled_mma(cutlass.BFloat16, rows, 1)
-        part = mma.get_slice(0)
-        pointer = cute.make_ptr(cutlass.BFloat16, 1024, cute.AddressSpace.smem, assumed_align=1024)
-        one, two = (
-            cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer) for layout in (places, stages)
-        )
-        one, two = (fragment(mma, part, tensor).layout for tensor in (one, two))
-        for block in range_constexpr(2 * blocks):
-            for stage in range_constexpr(STAGES):
-                place = (0, 0, block % blocks, stage * 2 + block // blocks)
-                read.append((cute.crd2idx(place, one), cute.crd2idx((0, 0, block, stage), two)))
+    names: dict[str, Any] = {"STAGES": STAGES, "TILE_ROWS": TILE_ROWS, "LINE_BYTES": LINE_BYTES}
+    arch = types.SimpleNamespace(
+        mbarrier_wait=lambda *_: None, elect_one=contextlib.nullcontext, mbarrier_arrive_and_expect_tx=lambda *_: None
+    )
+    load = kernel_function("gemm", "load_logits", cute=types.SimpleNamespace(arch=arch, copy=copy), **names)
+    k = types.SimpleNamespace(gate_depth=depth, gate_columns=128, router_parts=1, depth0=depth)
+    places = [Place("source"), Place("rows"), Place("source"), Place("router")]
+    end = load(k, 100, 200, count, None, *places[:2], None, *places[2:], rows, steps)
 
-    look()
-    for pairs, count in ((found, ceil_div(rows, 5) * 16 * STAGES), (read, 8 * STAGES)):
-        assert len(pairs) == len({int(a) for a, _ in pairs}) == count
-        assert all(int(a) == int(b) for a, b in pairs)
+    arch = types.SimpleNamespace(mbarrier_wait=lambda barrier, phase: log.append(("wait", barrier, phase)))
+    product = kernel_function(
+        "gemm", "multiply_logits", tiled_mma=lambda dtype, columns: types.SimpleNamespace(set=lambda *_: None),
+        warpgroup=types.SimpleNamespace(
+            Field=types.SimpleNamespace(ACCUMULATE=0), fence=lambda: None, commit_group=lambda: log.append(("commit",)),
+            wait_group=lambda left: log.append(("ended", left)),
+        ),
+        release=lambda empty, count: log.append(("release", count)),
+        cute=types.SimpleNamespace(
+            arch=arch, size=lambda fragment, mode: 4, gemm=lambda mma, acc, a, b, _: log.append(("gemm", a, b))
+        ), **names,
+    )  # fmt: skip
+    a, b = Place("a"), Place("b")
+    assert product(None, 128, None, a, b, 100, 200, count, depth, steps - 1, group) == end == count + depth // steps
+    step, ended, released, seen = -1, 0, count, None
+    for what, *more in log:
+        if what == "wait":
+            step += 1
+            stage = count + step // steps
+            assert more == [100 + stage % STAGES, stage // STAGES & 1]
+            seen = 0
+        elif what == "gemm":
+            barrier, row_place, router_place = loaded[step]
+            # a place of 128 rows is one of 64 for each warpgroup
+            row_place = row_place * 2 + group if rows == 128 else row_place
+            assert barrier == 100 + (count + step // steps) % STAGES
+            assert more == [("a", None, seen, row_place), ("b", None, seen, router_place)]
+            seen += 1
+        elif what == "ended":
+            assert seen == 4
+            ended = step + 1 - more[0]
+        elif what == "release":
+            assert more == [released]
+            released += 1
+            assert ended >= (released - count) * steps
+    assert (step, released) == (depth - 1, end)
 
 
 def test_stages_take_two_steps_where_both_operands_have_room():
