@@ -1,6 +1,6 @@
 """The gate, fused: logits by wgmma, scores, top-k, and the place of every route inside its token tile.
 
-A token tile's logits [128, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
+A token tile's logits [128 or 64, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
 threads, 64 columns each. They turn into scores in place; K times the best column wins and is struck out. Ties go to the
 lower expert id. Scores and sums are fp32. A choice that is limited to groups of experts strikes out the other groups
 first; a choice before the scores is one among the logits, of which only the K chosen become scores.

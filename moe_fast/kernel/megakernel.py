@@ -97,6 +97,7 @@ class MegaKernel:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         lA = cute.tile_to_shape(atom, (TILE_ROWS, k.line, STAGES), order=(0, 1, 2))
         lB = cute.tile_to_shape(atom, (TILE_COLUMNS, k.line, STAGES), order=(0, 1, 2))
+        # places of the gate's router: of a low token tile a stage holds gate_steps
         lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES * k.gate_steps), order=(0, 1, 2))
         lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, k.line, STAGES * 2), order=(0, 1, 2))
         # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store

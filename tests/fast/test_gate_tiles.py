@@ -469,7 +469,7 @@ def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
     )  # fmt: skip
     a, b = Place("a"), Place("b")
     assert product(None, 128, None, a, b, 100, 200, count, depth, steps - 1, group) == end == count + depth // steps
-    step, ended, released, seen = -1, 0, count, None
+    step, ended, released, seen = -1, 0, count, 0
     for what, *more in log:
         if what == "wait":
             step += 1
