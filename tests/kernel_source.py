@@ -17,12 +17,19 @@ def parsed(module: str) -> ast.Module:
     return ast.parse((Path(moe_fast.kernel.__path__[0]) / f"{module}.py").read_text())
 
 
+def loop(*bounds: int, unroll: int = 1) -> range:
+    """`cutlass.range`."""
+    return range(*bounds)
+
+
 def kernel_function(module: str, name: str, **names: Any) -> Any:
     """A function of `moe_fast.kernel` as plain Python, with stand-ins for what it calls; see the lines below for those
     that all have."""
     (found,) = (node for node in parsed(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
     found.decorator_list = []
-    cutlass = types.SimpleNamespace(const_expr=lambda value: value, range_constexpr=range, Constexpr=defaultdict(int))
+    cutlass = types.SimpleNamespace(
+        const_expr=lambda value: value, range_constexpr=range, range=loop, Constexpr=defaultdict(int)
+    )
     space = {"cutlass": cutlass, "Int32": int, "Int64": int, "Boolean": bool} | names
     code = ast.Module([ast.ImportFrom("__future__", [ast.alias("annotations")], 0), found], [])
     exec(compile(ast.fix_missing_locations(code), f"{module}.py", "exec"), space)

@@ -17,6 +17,7 @@ from moe_fast.kernel.gemm import (
     multiply,
     multiply_carrying,
     multiply_exactly,
+    multiply_logits,
     pass_over,
     return_rows,
     store_chunks,
@@ -43,26 +44,31 @@ from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 @cute.jit
 def consume(
-    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
+    k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sAh: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
     sC: cute.Tensor, sRest: cute.Tensor, sE: cute.Tensor, hidden: tuple,
     rows_memory: cute.Pointer, memory: cute.Pointer,
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
     chunk_full: cute.Pointer, chunk_empty: cute.Pointer, few_free: cute.Pointer, sent: cute.Pointer,
     slots: cute.Pointer,
     word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
-    block: Int32, blocks: Int32, processors: Int32, token_tiles: Int32, thread: Int32,
+    block: Int32, blocks: Int32, processors: Int32, height: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
-    """The two consumer warpgroups, 256 threads. pair: the stage barriers of a paired kernel's products."""
+    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; 64 are the first warpgroup's alone.
+    pair: the stage barriers of a paired kernel's products."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
     warp_id = cute.arch.make_warp_uniform(thread >> 5)
     group = cute.arch.make_warp_uniform(thread >> 7)
     gate_mma = tiled_mma(dtype, k.gate_columns)
     gate_thr = gate_mma.get_slice(group * 128)
-    gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
     gate_b = gate_mma.make_fragment_B(gate_thr.partition_B(sG))
     if cutlass.const_expr(dtype is Float32):
+        gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
         gate_rest = gate_mma.make_fragment_A(gate_thr.partition_A(sRest))
+    else:
+        # in places of 64 rows: each warpgroup's, or those of two steps
+        half_mma = tiled_mma(dtype, k.gate_columns, 1)
+        gate_a = half_mma.make_fragment_A(half_mma.get_slice(0).partition_A(sAh))
     logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
     count = Int32(0)
 
@@ -72,24 +78,28 @@ def consume(
         for tile in range(block, token_tiles, processors):
             start = now(k)
             if a.given == 0:
-                if cutlass.const_expr(dtype is Float32):
-                    count = multiply_exactly(
-                        dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
-                        count, k.depth0, thread,
-                    )  # fmt: skip
+                if group == 0 or height > TILE_ROWS // 2:
+                    if cutlass.const_expr(dtype is Float32):
+                        count = multiply_exactly(
+                            dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
+                            count, k.depth0, thread,
+                        )  # fmt: skip
+                    else:
+                        count = multiply_logits(
+                            dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
+                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group,
+                        )  # fmt: skip
+                    gate.choose(k, a, logits, tile * height, scratch, thread)
                 else:
-                    count = multiply(
-                        dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, Int32(k.gate_depth)
-                    )
-                gate.choose(k, a, logits, tile, scratch, thread)
+                    count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
             else:
-                gate.take_given(k, a, tile, scratch, thread)
-            gate.rank_routes(k, a, side, tile, scratch, thread)
+                gate.take_given(k, a, tile, height, scratch, thread)
+            gate.rank_routes(k, a, side, tile, height, scratch, thread)
             mark(k, a, block, 0, start, Phase.GATE, thread == 0)
     if block == blocks - 1:
         sync_consumers()
         start = now(k)
-        make_plan(k, a, epoch, side, scratch, thread)
+        make_plan(k, a, epoch, side, token_tiles, scratch, thread)
         mark(k, a, block, 0, start, Phase.PLAN, thread == 0)
     each = routes_per_thread(k)
     routes = tuple(cute.make_rmem_tensor(size, Int32) for size in (each, each, 2))
@@ -97,7 +107,7 @@ def consume(
     places[0].fill(-1)
     if cutlass.const_expr(not k.by_token):
         if block < processors:
-            load_routes(k, a, side, block, routes, thread)
+            load_routes(k, a, side, block, height, routes, thread)
     if thread == 0:
         wait_plan(a, side, Role.GATE)
     sync_consumers()
@@ -106,12 +116,12 @@ def consume(
     usable = cute.arch.vote_all_sync(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a))
     if cutlass.const_expr(k.by_token):
         if block < processors:
-            list_all_tokens(k, a, side, block, processors, token_tiles, scratch, thread)
+            list_all_tokens(k, a, side, block, processors, height, token_tiles, scratch, thread)
     elif block < processors:
         if usable:
             for tile in range(block, token_tiles, processors):
-                list_routes(k, a, side, tile, routes, places, thread)
-                load_routes(k, a, side, tile + processors, routes, thread)
+                list_routes(k, a, side, tile, height, token_tiles, routes, places, thread)
+                load_routes(k, a, side, tile + processors, height, routes, thread)
         publish_list(a, side, thread)
     mark(k, a, block, 0, start, Phase.LIST, thread == 0)
 
@@ -124,7 +134,7 @@ def consume(
         # Each block those of its own tokens, which it knows already. That every block has listed its routes, the
         # dispatcher makes sure of before the last word: nobody here reads another block's entries before the combine.
         if usable:
-            push_own(k, a, side, block, places, thread)
+            push_own(k, a, side, block, height, places, thread)
     else:
         if thread == 0:
             wait_list(a, side, processors)

@@ -184,10 +184,13 @@ def pushes_own(token_tiles: Int32, processors: Int32) -> Boolean:
 
 
 @cute.jit
-def push_own(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, places: tuple, thread: Int32):
+def push_own(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, places: tuple, thread: Int32
+):
     """A warp pushes those of its routes of token tile `tile` that are among the first local rows.
 
-    places: of this thread's routes, every 256th of the tile's, the place in the send list and the row where it lands.
+    height: tokens of a tile. places: of this thread's routes, every 256th of the tile's, the place in the send list and
+    the row where it lands.
 
     As in `push_unit` a lane's fence, between two barriers of the warp, covers what all lanes have stored of the row it
     counts.
@@ -201,7 +204,7 @@ def push_own(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int3
     inside = Int64(lane * VECTOR_BYTES)
     sources = a.x + inside
     targets = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch + inside
-    first = tile * (TILE_ROWS * k.top_k) + thread
+    first = tile * (height * k.top_k) + thread
     # of the first of two rows, while there is no second
     held, held_source, held_target = Boolean(False), Int64(0), Int64(0)
     for j in cutlass.range_constexpr(cute.size(place)):

@@ -1,6 +1,6 @@
 """The gate, fused: logits by wgmma, scores, top-k, and the place of every route inside its token tile.
 
-A token tile's logits [128, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
+A token tile's logits [128 or 64, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
 threads, 64 columns each. They turn into scores in place; K times the best column wins and is struck out. Ties go to the
 lower expert id. Scores and sums are fp32. A choice that is limited to groups of experts strikes out the other groups
 first; a choice before the scores is one among the logits, of which only the K chosen become scores.
@@ -268,20 +268,23 @@ def choose(
     k: cutlass.Constexpr[KernelShape],
     a: Args,
     logits: cute.Tensor,
-    tile: Int32,
+    begin: Int32,
     scratch: cute.Pointer,
     thread: Int32,
 ):
-    """Epilogue of the gate's product: scores and top-k of the 128 tokens of a tile; ids and weights to memory."""
+    """Epilogue of the gate's product: scores and top-k of the 64 tokens of a warpgroup; ids and weights to memory.
+
+    begin: first token of the tile.
+    """
     # both of a thread's rows in turn: the steps of one fill the waits of the other; 256 logits leave no room for that
     rows_at_once = 2 if k.experts <= 128 else 1
     for first in cutlass.range_constexpr(0, 2, rows_at_once):
-        choose_rows(k, a, logits, tile, scratch, thread, first, rows_at_once)
+        choose_rows(k, a, logits, begin, scratch, thread, first, rows_at_once)
 
 
 @cute.jit
 def choose_rows(
-    k: cutlass.Constexpr[KernelShape], a: Args, logits: cute.Tensor, tile: Int32, scratch: cute.Pointer, thread: Int32,
+    k: cutlass.Constexpr[KernelShape], a: Args, logits: cute.Tensor, begin: Int32, scratch: cute.Pointer, thread: Int32,
     first: cutlass.Constexpr, count: cutlass.Constexpr,
 ):  # fmt: skip
     """`choose` for `count` of a thread's two rows, from number `first` on."""
@@ -291,7 +294,7 @@ def choose_rows(
     total.fill(0.0)
     for half in cutlass.range_constexpr(first, first + count):
         bad = scores_in_place(k, scratch, logits, half, quad)
-        if bad != 0 and tile * TILE_ROWS + own + half * 8 < a.tokens:
+        if bad != 0 and begin + own + half * 8 < a.tokens:
             cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu")
         if cutlass.const_expr(k.num_groups > 1):
             keep_best_groups(k, scratch, logits, half, quad)
@@ -301,7 +304,7 @@ def choose_rows(
             total[half] = total[half] + weight
             if quad == 0:
                 # a row of NaNs has no best column
-                if column >= k.experts or tile * TILE_ROWS + own + half * 8 >= a.tokens:
+                if column >= k.experts or begin + own + half * 8 >= a.tokens:
                     column = Int32(-1)
                 cute.arch.store(scratch + IDS + (own + half * 8) * k.top_k + j, column)
                 cute.arch.store(scratch + WEIGHTS + (own + half * 8) * k.top_k + j, weight.bitcast(Int32))
@@ -316,17 +319,19 @@ def choose_rows(
                 factor = factor / cute.arch.fmax(sum_, Float32(TINY))
             for j in cutlass.range_constexpr(k.top_k):
                 weight = cute.arch.load(scratch + WEIGHTS + row * k.top_k + j, Int32).bitcast(Float32)
-                if tile * TILE_ROWS + row < a.tokens:
-                    route = (tile * TILE_ROWS + row) * k.top_k + j
+                if begin + row < a.tokens:
+                    route = (begin + row) * k.top_k + j
                     write(a.expert, route, cute.arch.load(scratch + IDS + row * k.top_k + j, Int32))
                     write(a.weight, route, weight * factor, Float32)
 
 
 @cute.jit
-def take_given(k: cutlass.Constexpr[KernelShape], a: Args, tile: Int32, scratch: cute.Pointer, thread: Int32):
-    """Routing that was handed in: copy one token tile of it, masking what isn't an expert."""
-    first = tile * (TILE_ROWS * k.top_k)
-    for r in range(thread, TILE_ROWS * k.top_k, CONSUMERS):
+def take_given(
+    k: cutlass.Constexpr[KernelShape], a: Args, tile: Int32, height: Int32, scratch: cute.Pointer, thread: Int32
+):
+    """Routing that was handed in: copy one token tile of it, `height` tokens, masking what isn't an expert."""
+    first = tile * (height * k.top_k)
+    for r in range(thread, height * k.top_k, CONSUMERS):
         expert = Int32(-1)
         if first + r < a.tokens * k.top_k:
             id_ = read(a.given_expert, first + r, Int64)
@@ -341,18 +346,21 @@ def take_given(k: cutlass.Constexpr[KernelShape], a: Args, tile: Int32, scratch:
 
 @cute.jit
 def rank_routes(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, scratch: cute.Pointer, thread: Int32
-):
-    """Histogram of a token tile, and for each of its routes how many routes before it in the tile have its expert."""
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, scratch: cute.Pointer,
+    thread: Int32,
+):  # fmt: skip
+    """Histogram of a token tile of `height` tokens, and for each of its routes how many routes before it in the tile
+    have its expert."""
     lane, warp = thread % 32, thread >> 5
     sync_consumers()
     for w in cutlass.range_constexpr(8):
         if thread < k.experts:
             cute.arch.store(scratch + COUNTS + w * 256 + thread, Int32(0))
     sync_consumers()
-    per_warp = TILE_ROWS // 8 * k.top_k
+    # a warp has an eighth of the tile
+    per_warp = height // 8 * k.top_k
     counts = scratch + COUNTS + warp * 256
-    for first in cutlass.range_constexpr(0, per_warp, 32):
+    for first in cutlass.range(0, per_warp, 32, unroll=1):
         expert = Int32(-1)
         if first + lane < per_warp:
             expert = cute.arch.load(scratch + IDS + warp * per_warp + first + lane, Int32)
@@ -376,12 +384,14 @@ def rank_routes(
             total += part
         write(a.histogram, tile * k.experts + thread, total)
     sync_consumers()
-    for r in range(thread, TILE_ROWS * k.top_k, CONSUMERS):
-        expert = cute.arch.load(scratch + IDS + r, Int32)
-        if expert >= 0:
-            base = cute.arch.load(scratch + COUNTS + r // per_warp * 256 + expert, Int32)
-            rank = cute.arch.load(scratch + RANKS + r, Int32)
-            write(a.index, tile * (TILE_ROWS * k.top_k) + r, base + rank)
+    for first in cutlass.range_constexpr(0, TILE_ROWS // 8 * k.top_k, 32):
+        if first + lane < per_warp:
+            r = warp * per_warp + first + lane
+            expert = cute.arch.load(scratch + IDS + r, Int32)
+            if expert >= 0:
+                base = cute.arch.load(counts + expert, Int32)
+                rank = cute.arch.load(scratch + RANKS + r, Int32)
+                write(a.index, tile * (height * k.top_k) + r, base + rank)
     # the release below covers what all threads wrote before this barrier
     sync_consumers()
     if thread == 0:

@@ -64,18 +64,18 @@ def operand_type(dtype):
     return TFloat32 if dtype is Float32 else dtype
 
 
-def tiled_mma(dtype, columns: int = TILE_COLUMNS) -> cute.TiledMma:
-    """wgmma m64 n<columns>, 32 bytes deep, for each of the two consumer warpgroups, both operands from shared memory,
-    fp32 sums."""
+def tiled_mma(dtype, columns: int = TILE_COLUMNS, groups: int = 2) -> cute.TiledMma:
+    """wgmma m64 n<columns>, 32 bytes deep, for each of the two consumer warpgroups (or one), both operands from shared
+    memory, fp32 sums."""
     if dtype is Float32:
-        return cute.make_tiled_mma(cute.make_mma_atom(MmaTF32Op(columns)), (2, 1, 1))
+        return cute.make_tiled_mma(cute.make_mma_atom(MmaTF32Op(columns)), (groups, 1, 1))
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
         cute.nvgpu.OperandMajorMode.K,
         cute.nvgpu.OperandMajorMode.K,
         Float32,
-        (2, 1, 1),
+        (groups, 1, 1),
         tiler_mn=(64, columns),
     )
 
@@ -235,23 +235,32 @@ def load_logits(
     router_atom: cute.CopyAtom,
     router: cute.Tensor,
     router_smem: cute.Tensor,
+    rows_there: cutlass.Constexpr,
+    steps: cutlass.Constexpr,
 ) -> Int32:
     """The whole loader warp streams one token tile and the router; returns the new running count of stages.
+
+    rows_there: tokens of the tile, 128 or 64; as in `load_product`. steps: of 128 bytes in a stage. A block alone is
+    bound by the way to memory, not by its bytes: where a tile is low, a stage takes two steps and as many bytes.
 
     The router's stages are as narrow as it is, so they share memory with other stages of tasks. That is safe: a task
     begins only after the plan, and the plan only after every token tile's logits are computed.
     """
-    for step in range(k.gate_depth):
+    for step in range(k.gate_depth // steps):
         stage = count % STAGES
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_ROWS + k.gate_columns) * LINE_BYTES)
-        part = step
-        if cutlass.const_expr(k.router_parts > 1):
-            # the router's parts stand side by side; each meets the whole token
-            part = step % k.depth0
-        cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
-        cute.copy(router_atom, router[(None, step)], router_smem[(None, stage)], tma_bar_ptr=full + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + k.gate_columns) * LINE_BYTES * steps)
+        place = stage * (TILE_ROWS // rows_there)
+        for i in cutlass.range_constexpr(steps):
+            here = step * steps + i
+            part = here
+            if cutlass.const_expr(k.router_parts > 1):
+                # the router's parts stand side by side; each meets the whole token
+                part = here % k.depth0
+            cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, place + i)], tma_bar_ptr=full + stage)
+            to = router_smem[(None, stage * steps + i)]
+            cute.copy(router_atom, router[(None, here)], to, tma_bar_ptr=full + stage)
         count += 1
     return count
 
@@ -305,6 +314,55 @@ def multiply(
         count = following
     warpgroup.wait_group(0)
     release(empty, count, paired)
+    return count + 1
+
+
+@cute.jit
+def multiply_logits(
+    dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    acc: cute.Tensor,
+    a_frag: cute.Tensor,
+    b_frag: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    count: Int32,
+    depth: cutlass.Constexpr,
+    double: Int32,
+    group: Int32,
+) -> Int32:
+    """As `multiply`, for what `load_logits` brings: 64 rows of a token tile for warpgroup `group`.
+
+    a_frag: in places of 64 rows, two in a stage. depth: steps of 128 bytes. double: 1 where a stage holds two of them,
+    all for the first warpgroup, else 0.
+    """
+    mma = tiled_mma(dtype, columns)
+    blocks = cute.size(a_frag, mode=[2])
+    mma.set(warpgroup.Field.ACCUMULATE, False)
+    stage = count % STAGES
+    cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+    warpgroup.fence()
+    a_place, b_place = stage * 2 + group, stage << double
+    for kb in cutlass.range_constexpr(blocks):
+        cute.gemm(mma, acc, a_frag[(None, None, kb, a_place)], b_frag[(None, None, kb, b_place)], acc)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    for step in range(1, depth):
+        # the second step of a stage has come with the first
+        second = step & double
+        following = count + 1 - second
+        stage = following % STAGES
+        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        a_place, b_place = stage * 2 + group + second, (stage << double) + second
+        for kb in cutlass.range_constexpr(blocks):
+            cute.gemm(mma, acc, a_frag[(None, None, kb, a_place)], b_frag[(None, None, kb, b_place)], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if second == 0:
+            release(empty, count)
+        count = following
+    warpgroup.wait_group(0)
+    release(empty, count)
     return count + 1
 
 
@@ -442,7 +500,9 @@ def sync_group(group):
 
 
 @cute.jit
-def pass_over(full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32, paired: cutlass.Constexpr) -> Int32:
+def pass_over(
+    full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32, paired: cutlass.Constexpr = False
+) -> Int32:  # fmt: skip
     """A consumer warpgroup whose 64 rows are all padding: hand the stages back unread, leave the tensor cores to the
     other one; returns the new running count of stages."""
     for _ in range(depth):

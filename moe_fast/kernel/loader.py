@@ -29,7 +29,8 @@ from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 @cute.jit
 def load(
     k: cutlass.Constexpr[KernelShape], a: Args,
-    aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
+    aX: cute.CopyAtom, tX: cute.Tensor, aXHalf: cute.CopyAtom, tXHalf: cute.Tensor,
+    aRouter: cute.CopyAtom, tRouter: cute.Tensor,
     aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
     aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
     aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
@@ -37,7 +38,8 @@ def load(
     sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
-    few_free: cute.Pointer, pair: tuple, side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
+    few_free: cute.Pointer, pair: tuple, side: Int32, block: Int32, processors: Int32, height: Int32,
+    token_tiles: Int32,
 ):  # fmt: skip
     """The loader warp. pair: in a paired kernel the stage barriers of products, and which of the two blocks this is."""
     one = cute.make_layout(1)
@@ -45,6 +47,7 @@ def load(
     pairs = []
     for atom, tensor, box, smem in (
         (aX, tX, (TILE_ROWS, k.line), sA),
+        (aXHalf, tXHalf, (TILE_ROWS // 2, k.line), sAh),
         (aRows, tRows, (TILE_ROWS, k.line), sA),
         (aHidden, tHidden, (TILE_ROWS, k.line), sA),
         (aRouter, tRouter, (k.gate_columns, k.line), sG),
@@ -68,6 +71,7 @@ def load(
         pairs.append(cpasync.tma_partition(atom, 0, one, cute.group_modes(sBh, 0, 2), cute.group_modes(tiled, 0, 2)))
     (
         (sX, gX),
+        (sXHalf, gXHalf),
         (sRows, gRows),
         (sHidden, gHidden),
         (sRouter, gRouter),
@@ -130,9 +134,16 @@ def load(
     if a.given == 0:
         for tile in range(block, token_tiles, processors):
             # columns beyond E: TMA fills what is outside the router with zeros
-            count = load_logits(
-                k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter
-            )
+            if height > TILE_ROWS // 2:
+                count = load_logits(
+                    k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter,
+                    TILE_ROWS, 1,
+                )  # fmt: skip
+            else:
+                count = load_logits(
+                    k, full, empty, count, aXHalf, gXHalf[(None, tile, None)], sXHalf, aRouter,
+                    gRouter[(None, 0, None)], sRouter, TILE_ROWS // 2, k.gate_steps,
+                )  # fmt: skip
     counters = side_counters(a, side)
     arrived = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4

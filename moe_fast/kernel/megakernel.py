@@ -45,6 +45,7 @@ from moe_fast.kernel.loader import load
 from moe_fast.kernel.pairs import dispatch_pair_words, meet, pass_words_on
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.processor import READERS, dispatch_words
+from moe_fast.kernel.regions import gate_tiles
 from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import ABORT, EPOCH, EXITED, Args, Operands, Role, fetch_add, gmem, read, write
@@ -99,7 +100,8 @@ class MegaKernel:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         lA = cute.tile_to_shape(atom, (TILE_ROWS, k.line, STAGES), order=(0, 1, 2))
         lB = cute.tile_to_shape(atom, (TILE_COLUMNS, k.line, STAGES), order=(0, 1, 2))
-        lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES), order=(0, 1, 2))
+        # places of the gate's router: of a low token tile a stage holds gate_steps
+        lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES * k.gate_steps), order=(0, 1, 2))
         lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, k.line, STAGES * 2), order=(0, 1, 2))
         # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store
         lC = cute.tile_to_shape(atom, (TILE_ROWS, k.line, 2), order=(0, 1, 2))
@@ -110,6 +112,7 @@ class MegaKernel:
         lAh = cute.tile_to_shape(atom, (TILE_ROWS // 2, k.line, STAGES * 2), order=(0, 1, 2))
         lAh1, half_rows_box = cute.slice_(lAh, (None, None, 0)), (TILE_ROWS // 2, k.line)
         aX, tX = cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box)
+        aXHalf, tXHalf = cpasync.make_tiled_tma_atom(load, mX, lAh1, half_rows_box)
         aRouter, tRouter = cpasync.make_tiled_tma_atom(load, mRouter, lG1, (k.gate_columns, k.line), **rounded)
         aRows, tRows = cpasync.make_tiled_tma_atom(load, mRows, lA1, rows_box, **rounded)
         aHidden, tHidden = cpasync.make_tiled_tma_atom(load, mHidden, lA1, rows_box, **rounded)
@@ -180,9 +183,9 @@ class MegaKernel:
 
         self.shared = Shared
         self.kernel(
-            a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond, tSecond, aOut, tOut,
-            aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden, lE, lA, lA1, lAh, lAf,
-            lB, lBh, lG, lC, lCs, lBias,
+            a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
+            tSecond, aOut, tOut, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden,
+            lE, lA, lA1, lAh, lAf, lB, lBh, lG, lC, lCs, lBias,
         ).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
             **({"cluster": (2, 1, 1)} if k.paired else {}),
@@ -191,7 +194,8 @@ class MegaKernel:
     @cute.kernel
     def kernel(
         self, a: Args,
-        aX: cute.CopyAtom, tX: cute.Tensor, aRouter: cute.CopyAtom, tRouter: cute.Tensor,
+        aX: cute.CopyAtom, tX: cute.Tensor, aXHalf: cute.CopyAtom, tXHalf: cute.Tensor,
+        aRouter: cute.CopyAtom, tRouter: cute.Tensor,
         aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
         aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
         aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
@@ -233,6 +237,7 @@ class MegaKernel:
         if warp_id == 0:
             for descriptor in (
                 aX,
+                aXHalf,
                 aRouter,
                 aRows,
                 aHidden,
@@ -293,17 +298,17 @@ class MegaKernel:
         sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr(), lE.inner), lE.outer)
         sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
-        token_tiles = ceil_div(a.tokens, TILE_ROWS)
+        height, token_tiles = gate_tiles(a.tokens, processors)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if block < processors:
                 if warp_id == 0:
                     load(
-                        k, a, aX, tX, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
-                        tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, sE,
-                        sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
-                        word_empty, asked, few_free, load_pair, side, block, processors, token_tiles,
+                        k, a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst,
+                        aSecond, tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following,
+                        sE, sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
+                        word_empty, asked, few_free, load_pair, side, block, processors, height, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
@@ -333,10 +338,10 @@ class MegaKernel:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             consume(
-                k, a, sA, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
+                k, a, sA, sAh, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
                 few_free, sent, slots, word_full, word_empty, consume_pair, epoch, side, block, blocks, processors,
-                token_tiles, thread - 128,
+                height, token_tiles, thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()

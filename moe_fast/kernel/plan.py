@@ -40,18 +40,18 @@ BATCH = 32
 """Histogram rows that a thread has in flight while it sums over token tiles."""
 
 
-def tiles_per_part(k: KernelShape, tokens):
+def tiles_per_part(k: KernelShape, token_tiles):
     """Token tiles that one part of the planner's threads sums."""
-    return ceil_div(ceil_div(tokens, TILE_ROWS), k.plan_parts)
+    return ceil_div(token_tiles, k.plan_parts)
 
 
 @cute.jit
-def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expert: Int32) -> Int32:
+def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int32, part: Int32, expert: Int32) -> Int32:
     """Routes of one part of the token tiles to an expert; leaves in the histogram the routes of the part's tiles before
     each one."""
-    per_part = tiles_per_part(k, a.tokens)
+    per_part = tiles_per_part(k, token_tiles)
     begin = part * per_part
-    end = min(begin + per_part, Int32(ceil_div(a.tokens, TILE_ROWS)))
+    end = min(begin + per_part, token_tiles)
     total = Int32(0)
     batch = cute.make_rmem_tensor(BATCH, Int32)
     for first in range(begin, end, BATCH):
@@ -68,13 +68,13 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, part: Int32, expe
 
 @cute.jit
 def make_plan(
-    k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32
-):
+    k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, token_tiles: Int32, scratch: cute.Pointer,
+    thread: Int32,
+):  # fmt: skip
     """The planner. scratch: 2048 words of shared memory; where row tiles are carried 2304, with replicas 8192."""
     # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice,
     # thrice where row tiles are carried, 1024- four words per slot, or five
     counters = side_counters(a, side)
-    token_tiles = ceil_div(a.tokens, TILE_ROWS)
     if cutlass.const_expr(k.placed):
         replicas.load_tables(k, a, scratch, thread)
     # with put-with-signal into this rank's own memory, from where a warp puts it
@@ -92,7 +92,7 @@ def make_plan(
     # asked for here, used when the counts leave
     status = read(a.plan, PlanWord.STATUS)
     if expert < k.experts:
-        here = sum_histograms(k, a, part, expert)
+        here = sum_histograms(k, a, token_tiles, part, expert)
     cute.arch.store(sums + thread, here)
     sync_consumers()
     mine = Int32(0)
@@ -389,27 +389,29 @@ def wait_plan(a: Args, side: Int32, role: cutlass.Constexpr) -> Boolean:
 
 
 @cute.jit
-def load_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, routes: tuple, thread: Int32):
+def load_routes(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, routes: tuple, thread: Int32
+):
     """What the send list needs to know about a token tile and doesn't depend on the plan: asked for ahead.
 
     All of it was written by this block: the routes by its gate, with barriers since, the counter's target in the last
     call of this side.
 
-    routes: of this thread's routes (every 256th of the tile's) the expert and the number within the tile and expert;
-    then how many rows its token will get back (not with a capacity: that depends on the plan), and what its arrival
-    counter was waiting for last time.
+    height: tokens of a tile. routes: of this thread's routes (every 256th of the tile's) the expert and the number
+    within the tile and expert; then how many rows its token will get back (not with a capacity: that depends on the
+    plan), and what its arrival counter was waiting for last time.
     """
     expert, index, token_rows = routes
-    first = tile * (TILE_ROWS * k.top_k)
+    first = tile * (height * k.top_k)
     for j in cutlass.range_constexpr(routes_per_thread(k)):
         expert[j], index[j] = -1, 0
         r = thread + j * CONSUMERS
-        if r < TILE_ROWS * k.top_k and first + r < a.tokens * k.top_k:
+        if r < height * k.top_k and first + r < a.tokens * k.top_k:
             expert[j] = read(a.expert, first + r)
             index[j] = read(a.index, first + r)
-    token = tile * TILE_ROWS + thread
+    token = tile * height + thread
     token_rows.fill(0)
-    if thread < TILE_ROWS and token < a.tokens:
+    if thread < height and token < a.tokens:
         token_rows[1] = read(a.back_target + Int64(side * a.max_tokens) * 4, token)
         if cutlass.const_expr(not k.drops):
             for j in cutlass.range_constexpr(k.top_k):
@@ -417,9 +419,9 @@ def load_routes(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: I
                     token_rows[0] = token_rows[0] + 1
 
 
-def starts_of(k, a, tile):
+def starts_of(k, tile, token_tiles):
     """Where in `list_start` the places of a token tile's part of the tiles are."""
-    return tile // tiles_per_part(k, a.tokens) * k.experts
+    return tile // tiles_per_part(k, token_tiles) * k.experts
 
 
 def place_of(k, a, tile, starts, expert, index):
@@ -447,17 +449,18 @@ def routes_per_thread(k: KernelShape) -> int:
 
 @cute.jit
 def list_routes(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, routes: tuple, places: tuple, thread: Int32
-):
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, token_tiles: Int32,
+    routes: tuple, places: tuple, thread: Int32,
+):  # fmt: skip
     """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect.
 
-    routes: see `load_routes`. places: becomes each route's place in the send list, -1 for none, and the row where it
-    lands.
+    height, routes: see `load_routes`. places: becomes each route's place in the send list, -1 for none, and the row
+    where it lands.
     """
     expert, index, token_rows = routes
     place, row = places
-    first = tile * (TILE_ROWS * k.top_k)
-    starts = starts_of(k, a, tile)
+    first = tile * (height * k.top_k)
+    starts = starts_of(k, tile, token_tiles)
     # all loads are on their way before the first place is known
     for j in cutlass.range_constexpr(routes_per_thread(k)):
         place[j], row[j] = -1, 0
@@ -486,8 +489,8 @@ def list_routes(
                 write(a.where, route, home_row(a, row[j], read(a.placement, target), a.rank))
             if cutlass.const_expr(k.by_place):
                 write(a.where, route, place[j])
-    token = tile * TILE_ROWS + thread
-    if thread < TILE_ROWS and token < a.tokens:
+    token = tile * height + thread
+    if thread < height and token < a.tokens:
         valid = token_rows[0]
         if cutlass.const_expr(k.drops):
             for j in cutlass.range_constexpr(k.top_k):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_fast.kernel.carry import at_most
 from moe_fast.kernel.constants import COUNTER_WORDS, PLAN_WORDS, TILE_ROWS, TOKEN_TILE
 from moe_fast.kernel.limits import most_rounds
 from moe_fast.kernel.shapes import KernelShape
@@ -107,6 +108,23 @@ def wire_words(shape: KernelShape, max_tokens: int) -> int:
     return 2 * buffer_rows(shape, max_tokens) + p + p * p + p * max(max_tokens, 1) * (2 * shape.top_k + 1)
 
 
+def gate_tiles(tokens, processors):
+    """(tokens of a token tile, token tiles) of the gate and all that goes by its tiles, up to the send list.
+
+    A processor block draws a tile's tokens through its own pipeline, so the gate takes as long as a tile is high,
+    however few there are: tiles of T / 2 tokens where each has a block of its own, else of T. Traced by the kernel.
+    """
+    halves = ceil_div(tokens, TILE_ROWS // 2)
+    low = at_most(halves, processors)
+    return TILE_ROWS - (TILE_ROWS // 2 & low), (halves & low) | ((halves + 1 >> 1) & ~low)
+
+
+def most_gate_tiles(max_tokens: int, processors: int) -> int:
+    """Token tiles that a call of up to max_tokens can have: max(ceil(max_tokens / T), min(ceil(2 max_tokens / T),
+    processors))"""
+    return max(ceil_div(max_tokens, TILE_ROWS), min(ceil_div(max_tokens, TILE_ROWS // 2), processors))
+
+
 def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple[dict[str, Region], int]:
     """Memory of one rank that no peer touches; of the shared expert: its hidden activations and results, a row per
     token."""
@@ -120,7 +138,7 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "weight": routes * 4,
             "index": routes * 4,
             "send": routes * 8,
-            "histogram": ceil_div(max(max_tokens, 1), TILE_ROWS) * shape.experts * 4,
+            "histogram": most_gate_tiles(max(max_tokens, 1), blocks) * shape.experts * 4,
             "row_shift": shape.experts * max(shape.replicas, 1) * 4,
             "quota_end": shape.experts * shape.replicas * 4,
             "list_shift": shape.experts * shape.replicas * 4,

@@ -256,6 +256,12 @@ class KernelShape:
         return self.depth0 * self.router_parts
 
     @property
+    def gate_steps(self) -> int:
+        """steps of 128 bytes in a pipeline stage of a low token tile of the gate: two where the stage has room for as
+        many of the router, so that twice as many are under way; else one, as elsewhere"""
+        return 2 if self.element_size == 2 and self.gate_columns <= HALF_COLUMNS and self.gate_depth % 2 == 0 else 1
+
+    @property
     def router_parts(self) -> int:
         """summands as which the router is handed over: 3 x 8 bits of bfloat16 hold the 24 of an fp32 router beside
         16-bit tokens; 2 x 11 bits of TF32 in a float32 layer"""

@@ -83,20 +83,22 @@ def lowest(bits):
 
 @cute.jit
 def list_tokens(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, scratch: cute.Pointer, thread: Int32
-):
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, token_tiles: Int32,
+    scratch: cute.Pointer, thread: Int32,
+):  # fmt: skip
     """Enter the routes of one token tile into the send list, tell every rank what it gets of the tile's tokens, and
     note what the tokens will expect back: their own results and a partial of each other rank.
 
-    scratch: 3 * 128 * K words of shared memory: row, place in the list and rank of every route.
+    height: tokens of a tile. scratch: 3 * 128 * K words of shared memory: row, place in the list and rank of every
+    route.
     """
     size = TILE_ROWS * k.top_k
-    first = tile * size
-    count = min(a.tokens * k.top_k - first, Int32(size))
-    starts = starts_of(k, a, tile)
+    first = tile * (height * k.top_k)
+    count = min(a.tokens * k.top_k - first, height * k.top_k)
+    starts = starts_of(k, tile, token_tiles)
     rows, places, ranks = scratch, scratch + size, scratch + 2 * size
     sync_consumers()
-    for r in range(thread, size, CONSUMERS):
+    for r in range(thread, height * k.top_k, CONSUMERS):
         row, place, rank = Int32(-1), Int32(0), Int32(-1)
         if r < count:
             expert = read(a.expert, first + r)
@@ -141,7 +143,7 @@ def list_tokens(
             write(base + leader_at(k, a), row, lead)
         write(a.where, first + r, where)
     counters = side_counters(a, side)
-    token = tile * TILE_ROWS + thread
+    token = tile * height + thread
     expected = Int32(0)
     for i in cutlass.range_constexpr(k.ranks):
         p = (a.rank + i) % k.ranks
@@ -154,7 +156,7 @@ def list_tokens(
                     value = cute.arch.load(rows + r, Int32)
                 write(base + place_at(k, a), to + r, value)
                 write(base + weight_at(k, a), to + r, read(a.weight, first + r))
-        if thread < TILE_ROWS:
+        if thread < height:
             here = Int32(0)
             for j in cutlass.range_constexpr(k.top_k):
                 if cute.arch.load(ranks + thread * k.top_k + j, Int32) == p:
@@ -168,7 +170,7 @@ def list_tokens(
             some = cute.arch.popc(cute.arch.vote_ballot_sync(here > 0))
             if thread % 32 == 0:
                 add(counters, sent_word(k, a, p), some, "gpu")
-    if thread < TILE_ROWS and token < a.tokens:
+    if thread < height and token < a.tokens:
         if cutlass.const_expr(k.shared_intermediate > 0):
             expected += 1
         targets = a.back_target + Int64(side * a.max_tokens) * 4
@@ -197,8 +199,8 @@ def publish_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, bloc
 
 @cute.jit
 def list_all_tokens(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, block: Int32, processors: Int32, token_tiles: Int32,
-    scratch: cute.Pointer, thread: Int32,
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, block: Int32, processors: Int32, height: Int32,
+    token_tiles: Int32, scratch: cute.Pointer, thread: Int32,
 ):  # fmt: skip
     """The consumers of a processor block enter the token tiles block, block + processors, ... and publish them."""
     # all threads must decide alike, for listing has barriers
@@ -208,7 +210,7 @@ def list_all_tokens(
     sync_consumers()
     if cute.arch.load(scratch, Int32) != 0:
         for tile in range(block, token_tiles, processors):
-            list_tokens(k, a, side, tile, scratch, thread)
+            list_tokens(k, a, side, tile, height, token_tiles, scratch, thread)
     publish_tokens(k, a, side, processors, thread)
 
 

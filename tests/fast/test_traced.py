@@ -34,6 +34,7 @@ from moe_fast.kernel import carry
 from moe_fast.kernel.gate import best_groups
 from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.plan import first_expert_of
+from moe_fast.kernel.regions import gate_tiles
 from moe_fast.kernel.scheduler import ticket_place
 
 SHAPE = KernelShape.from_config(MoEConfig(2048, 768, 60, 8, dtype="bfloat16"), 8)
@@ -66,6 +67,8 @@ FUNCTIONS = {
         )
         for member in (0, 1)
     },
+    "gate_height": (lambda s, p: gate_tiles(s, p)[0], lambda s, p: gate_tiles(s, p)[0], (20_000, 150)),
+    "gate_tiles": (lambda s, p: gate_tiles(s, p)[1], lambda s, p: gate_tiles(s, p)[1], (20_000, 150)),
     "first_expert": (lambda r: first_expert_of(SHAPE, r), SHAPE.first_expert, (8,)),
 }
 

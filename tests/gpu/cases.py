@@ -219,6 +219,12 @@ CARRIED += [
 CARRIED += [replace(case, paired=True) for case in CARRIED if case.scheduler != "os_block"]
 """Row tiles that go along with the tile before, and those that just don't; by single blocks and by pairs."""
 
+TOKEN_TILES = [replace(SMALL, scheduler=scheduler) for scheduler in SCHEDULERS]
+TOKEN_TILES += [QWEN3, FAMILY_SIZES[2], SHARED, LAYOUTS_ALONE[0], LAYOUTS_ALONE[3], WIRE[6]]
+TOKEN_TILES_SEVERAL = [PLACED[0], PUTS[0], PUTS[3], WIRE[0], WIRE[3]]
+"""Layers of the calls around the number of tokens from which the gate's tiles are twice as high: every scheduler, a
+planner's sum in 1 to 32 parts, float32, given places, and what only several ranks have."""
+
 
 def uneven(ranks: int) -> list[Case]:
     """UNEVEN with at least one expert on every rank and one more on some."""
@@ -336,7 +342,7 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]
-    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *CARRIED, *PAIRS] + ([LARGE] if ranks == 1 else [])
+    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *TOKEN_TILES, *CARRIED, *PAIRS] + ([LARGE] if ranks == 1 else [])
     if ranks > 1:
         cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
         cases += [replace(SMALL, replicas="mixed"), *PUTS]

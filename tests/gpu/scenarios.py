@@ -97,6 +97,37 @@ def many() -> dict:
     return {str(case): float(f"{run_case(case)['y']:.3g}") for case in routed}
 
 
+def token_tiles() -> dict:
+    """Calls around the number of tokens from which the gate's tiles are twice as high, and with a tile of one token.
+
+    Every buffer, with chosen and given routing; then ids, weights and results of the last call with low tiles, which
+    must have the bits that one token more leaves.
+    """
+    rank, ranks = rank_and_size()
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    out: dict[str, Any] = {}
+    for number, case in enumerate([*cases.TOKEN_TILES, *(cases.TOKEN_TILES_SEVERAL if ranks > 1 else [])]):
+        low = 64 * (sms - (case.scheduler == "os_block"))
+        every = [(low, 65), (low + 1, 63)] + ([(65, low), (63, 64)] if number == 0 else [])
+        for turn, tokens in enumerate(every):
+            routings = ("gate", "zipf") if number == 0 else ("gate", "zipf")[(number + turn) % 2 :][:1]
+            for routing in routings:
+                one = replace(case, tokens=tokens, max_tokens=low + 1, routing=routing)
+                out[str(one)] = float(f"{run_case(one, seed=number)['y']:.3g}")
+        if number in (0, 3):
+            one = replace(case, tokens=(low + 1,), max_tokens=low + 1, routing="gate")
+            engine, inputs, seen = engine_for(one), make_inputs(one), []
+            for tokens in (low + 1, low):
+                y = harness.launch(engine, inputs, rank, x=inputs.x[rank][:tokens])
+                engine.check()
+                left = engine.buffers(tokens)
+                seen.append([t[:low].clone() for t in (left.chosen_SK, left.weight_SK, y)])
+            same = [torch.equal(a, b) for a, b in zip(*seen, strict=True)]
+            assert all(same), f"{one}: other ids, weights, y with low tiles than with high ones: {same}"
+            out[f"{one.experts} experts"] = {"bit_identical": True}
+    return out
+
+
 def repeat() -> dict:
     """Two hundred calls back to back with random S and routing, no host synchronisation between them.
 
@@ -1075,8 +1106,8 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         special, uneven, carried, solving, placed, layouts, transports, wire, repeat, graph, operations, wrong_input,
-        refused, many, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix, large, slow_start,
-        replicas, timeout, small, pairs,
+        refused, many, token_tiles, traced, layer, training, train_fused, train_scheduled, families, tf32, matrix,
+        large, slow_start, replicas, timeout, small, pairs,
     )
 } | one_gpu.SCENARIOS  # fmt: skip
 

@@ -30,9 +30,8 @@ from moe_ref.results import write_results
 from moe_ref.train import sharded
 
 EVERYWHERE = (
-    "special", "uneven", "many", "repeat", "graph", "operations", "wrong_input", "refused", "traced", "layer",
-    "training", "train_fused", "train_scheduled", "tf32", "matrix", "slow_start",
-    "carried", "pairs",
+    "special", "uneven", "many", "token_tiles", "repeat", "graph", "operations", "wrong_input", "refused", "traced",
+    "layer", "training", "train_fused", "train_scheduled", "tf32", "matrix", "slow_start", "carried", "pairs",
 )  # fmt: skip
 SEVERAL_RANKS = (
     "several_matrix", "several_uneven", "several_bits", "several_repeat", "several_streams", "several_graph",
