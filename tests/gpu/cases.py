@@ -216,7 +216,12 @@ CARRIED += [
     Case(256, 512, 8, 2, "gelu", False, "float16", (1100,), "remainders"),
     Case(2048, 2048, 8, 2, "relu", False, "bfloat16", (1100,), "remainders", scheduler="spare_warps"),
 ]
-CARRIED += [replace(case, paired=True) for case in CARRIED if case.scheduler != "os_block"]
+CARRIED = [
+    replace(case, paired=paired)
+    for paired in (False, True)
+    for case in CARRIED
+    if not paired or case.scheduler != "os_block"
+]
 """Row tiles that go along with the tile before, and those that just don't; by single blocks and by pairs."""
 
 TOKEN_TILES = [replace(SMALL, scheduler=scheduler) for scheduler in SCHEDULERS]
@@ -342,7 +347,8 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
 
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]
-    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *TOKEN_TILES, *CARRIED, *PAIRS] + ([LARGE] if ranks == 1 else [])
+    cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *TOKEN_TILES, *CARRIED, *PAIRS, replace(SMALL, paired=False)]
+    cases += [LARGE] if ranks == 1 else []
     if ranks > 1:
         cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
         cases += [replace(SMALL, replicas="mixed"), *PUTS]

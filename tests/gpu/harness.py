@@ -67,7 +67,8 @@ class Case:
     transport: str = "stores"
     layout: str = "compact"
     capacity_factor: float | None = None
-    paired: bool = False
+    paired: bool | None = None
+    """None: as a user gets it."""
 
     @property
     def config(self) -> MoEConfig:
@@ -101,7 +102,7 @@ class Case:
             + ("" if self.transport == "stores" else f" {self.transport}")
             + ("" if self.layout == "compact" else f" {self.layout}")
             + ("" if self.capacity_factor is None else f" capacity={self.capacity_factor}")
-            + (" pairs" if self.paired else "")
+            + ("" if self.paired is None else " pairs" if self.paired else " single")
         )
 
     def placement(self, ranks: int) -> Placement:

@@ -521,7 +521,7 @@ def pairs() -> dict:
         for routing in ("gate", "zipf", "one_expert", "masked"):
             one = replace(case, routing=routing)
             out[str(one)] = float(f"{run_case(one)['y']:.3g}")
-    plain = replace(cases.SMALL, tokens=(700, 300))
+    plain = replace(cases.SMALL, tokens=(700, 300), paired=False)
     inputs, paired = make_inputs(plain), replace(plain, paired=True)
     results = [launcher(case, inputs)() for case in (plain, paired)]
     for case in (plain, paired):
