@@ -189,8 +189,8 @@ class Rank:
         from moe_fast.kernel import gate, plan
 
         k = self.k = types.SimpleNamespace(
-            experts=EXPERTS, top_k=top_k, plan_parts=PARTS, drops=False, placed=False, fixed=False, by_place=False, put=False,
-            shared_intermediate=0, hidden=512, element_size=2, row_pitch=1024, trace=False, **more,
+            experts=EXPERTS, top_k=top_k, plan_parts=PARTS, drops=False, placed=False, fixed=False, put=False,
+            by_place=False, shared_intermediate=0, hidden=512, element_size=2, row_pitch=1024, trace=False, **more,
         )  # fmt: skip
         self.ids = np.random.default_rng(tokens * 10 + top_k).integers(-1, EXPERTS, tokens * top_k).tolist()
         self.a = a = Memory(tokens=tokens, max_tokens=MAX_TOKENS, rows=4096, rank=0)
