@@ -68,7 +68,7 @@ GROUPS = TILE_ROWS // 32
 """Rows of a tile that a lane knows: its own of every 32."""
 PIECE_BYTES = 8192
 """What a warp asks for before it puts it: two warps of an SM do so, and 28 KB are left for L1."""
-RESULT_PIECE_BYTES = 2048
+RESULT_PIECE_BYTES = 4096
 """The same of results, which eight warps of an SM put at one time."""
 STEP_BYTES = 512
 """What a put copies in one step: asking for it first would only be a step more."""
