@@ -35,7 +35,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass._mlir.dialects.cute import PtrType
 from cutlass.base_dsl.typing import get_mlir_types
 
-from moe_fast.kernel.constants import HOME_BITS, PACKET_TAIL, TILE_ROWS
+from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, PACKET_TAIL, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     PUT_RESULTS,
@@ -46,10 +46,11 @@ from moe_fast.kernel.signals import (
     arrived_word,
     back_word,
     buffer_tile,
-    column_bytes,
     fetch_add,
     gmem,
     home_of,
+    in_lines,
+    landed_rows,
     landing_of,
     read,
     returned_word,
@@ -57,6 +58,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     staged_at,
     tile_at_home,
+    tile_lines,
 )
 from moe_ref.layout import ceil_div
 
@@ -94,14 +96,14 @@ class DeviceLibrary(cute.BitCode):
 
 
 class GlobalPointer:
-    """A pointer to global memory as an extern's parameter."""
+    """A pointer to global memory, or to any, as an extern's parameter."""
 
-    def __init__(self, dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype, space=cute.AddressSpace.gmem) -> None:
+        self.dtype, self.space = dtype, space
 
     def __get_mlir_types__(self):
         # natural alignment, as `gmem` makes pointers
-        return [PtrType.get(self.dtype.mlir_type, cute.AddressSpace.gmem, self.dtype.width // 8)]
+        return [PtrType.get(self.dtype.mlir_type, self.space, self.dtype.width // 8)]
 
     def isinstance(self, value) -> bool:
         return get_mlir_types(value) == self.__get_mlir_types__()
@@ -120,7 +122,13 @@ def nvshmem_put_signal(
 
 
 @cute.extern(name="nvshmemx_int32_put_nbi_warp", source=DeviceLibrary())
-def nvshmem_put(target: GlobalPointer(Int32), source: GlobalPointer(Int32), words: Uint64, rank: Int32) -> None: ...
+def nvshmem_put(
+    target: GlobalPointer(Int32), source: GlobalPointer(Int32, cute.AddressSpace.generic), words: Uint64, rank: Int32
+) -> None: ...
+
+
+@cute.extern(name="nvshmem_ptr", source=DeviceLibrary())
+def nvshmem_ptr(address: GlobalPointer(Int32), rank: Int32) -> Int64: ...
 
 
 @cute.extern(name="nvshmem_quiet", source=DeviceLibrary())
@@ -214,7 +222,7 @@ def put_run(target: Int64, source: Int64, size: Int32, rank: Int32, piece: cutla
         part = min(left, Int32(piece))
         if part > STEP_BYTES:
             touch(source, part, piece, lane)
-        nvshmem_put(gmem(target), gmem(source), Uint64(part // 4), rank)
+        nvshmem_put(gmem(target), anywhere(source), Uint64(part // 4), rank)
         source += piece
         target += piece
         left -= piece
@@ -265,7 +273,6 @@ def put_results(
     that leave each warp takes an eighth, one after the other. Rows that are neighbours here and at home are one run.
     landings: `landings_of` the tile.
     """
-    width = column_bytes(k, column)
     first = buffer_tile(k, a, row_tile) * TILE_ROWS
     leaving, dealt, total = [], [], Int32(0)
     for i in cutlass.range_constexpr(GROUPS):
@@ -289,6 +296,8 @@ def put_results(
         number = dealt[i] + cute.arch.popc(leaving[i] & ((1 << lane) - 1))
         mine = ((leaving[i] >> lane) & 1) != 0 and number >= begin and number < end
         starts.append(Int32(cute.arch.vote_ballot_sync(mine and (number == begin or not follows))))
+    per_tile = tile_lines(k)
+    lines = min(Int32(per_tile), k.hidden // k.line - column * per_tile)
     # from the last run to the first: where one begins, the one before has ended
     for step in cutlass.range_constexpr(GROUPS):
         i = GROUPS - 1 - step
@@ -298,12 +307,83 @@ def put_results(
         while bits != 0:
             r = highest(bits)
             number = dealt[i] + Int32(cute.arch.popc(leaving[i] & ((1 << r) - 1)))
-            put_run(
-                cute.arch.shuffle_sync(target, r), a.heap + staged_at(k, a, row_tile * TILE_ROWS + i * 32 + r, column),
-                (end - number) * width, cute.arch.shuffle_sync(owner, r), RESULT_PIECE_BYTES, lane,
-            )  # fmt: skip
+            there, owned = cute.arch.shuffle_sync(target, r), cute.arch.shuffle_sync(owner, r)
+            here = a.heap + staged_at(k, a, row_tile * TILE_ROWS + i * 32 + r, column)
+            for line in range(lines):
+                put_run(
+                    there + in_lines(landed_rows(k, a), 0, line), here + in_lines(TILE_ROWS, 0, line),
+                    (end - number) * LINE_BYTES, owned, RESULT_PIECE_BYTES, lane,
+                )  # fmt: skip
             end = number
             bits = bits ^ (1 << r)
+
+
+@cute.jit
+def peers_mapped(k: cutlass.Constexpr[KernelShape], a: Args) -> Boolean:
+    """Whole warp: whether NVSHMEM reaches every peer by loads and stores. Only then may a put's source lie anywhere."""
+    mapped = Boolean(True)
+    for i in range(1, k.ranks):
+        mapped = mapped and Int64(nvshmem_ptr(gmem(a.heap), (a.rank + i) % k.ranks)) != 0
+    return cute.arch.vote_all_sync(mapped)
+
+
+@cute.jit
+def runs_of_warp(
+    k: cutlass.Constexpr[KernelShape], home: Int32, leaves: Boolean, lane: Int32
+) -> tuple[Int32, Int32]:
+    """Of the 16 rows of a consumer warp, lane l knows row l % 16: where runs of rows begin that leave and are neighbours
+    at home, and where they end. home: `landing_of` the row."""
+    before = cute.arch.shuffle_sync_up(home, 1, mask_and_clamp=0)
+    follows = home == before + 1
+    if cutlass.const_expr(k.fixed):
+        follows = home >> HOME_BITS == before >> HOME_BITS
+    some = Int32(cute.arch.vote_ballot_sync(leaves))
+    heads = Int32(cute.arch.vote_ballot_sync(lane == 0 or not follows))
+    return some & heads & 0xFFFF, heads | ~some | (1 << 16)
+
+
+@cute.jit
+def put_lines(
+    k: cutlass.Constexpr[KernelShape], column: Int32, first: cutlass.Constexpr, put: tuple, memory: cute.Pointer,
+    thread: Int32,
+):  # fmt: skip
+    """A consumer warp puts two lines of its 16 rows, from number `first` of column tile `column` on, from the epilogue
+    buffers (of its group, 64 rows each, the second one 128 rows on).
+
+    put: where runs begin and end (`runs_of_warp`); of lane l the owner of row l % 16 and the address of its column
+    tile's first line there; bytes from one line to the next.
+    """
+    starts, ends, owner, target, step = put
+    source = generic_address(memory + thread % 128 // 32 * (16 * k.line))
+    for b in range(2):
+        bits = starts
+        if cutlass.const_expr(k.hidden % TILE_COLUMNS != 0):
+            if column * tile_lines(k) + first + b >= k.hidden // k.line:
+                bits = Int32(0)
+        while bits != 0:
+            r = lowest(bits)
+            bits = bits & (bits - 1)
+            nvshmem_put(
+                gmem(cute.arch.shuffle_sync(target, r) + Int64(step) * (first + b)),
+                anywhere(source + (b * (TILE_ROWS * LINE_BYTES) + r * LINE_BYTES)),
+                Uint64((next_bit(ends, r, Int32(16)) - r) * (LINE_BYTES // 4)), cute.arch.shuffle_sync(owner, r),
+            )  # fmt: skip
+
+
+def generic_address(pointer):
+    """Address, in all of memory, of a place in shared memory."""
+    place = Int32(pointer.toint())
+    return Int64(
+        llvm.inline_asm(
+            Int64.mlir_type, [place.ir_value()], "{ .reg .u64 t; cvt.u64.u32 t, $1; cvta.shared.u64 $0, t; }", "=l,r",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )  # fmt: skip
+
+
+def anywhere(address):
+    """Pointer to words at an address that may be one of shared memory."""
+    return cute.make_ptr(Int32, address, cute.AddressSpace.generic, assumed_align=4)
 
 
 @cute.jit
