@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_fast import compiler
 from moe_fast.heap import Heap
-from moe_fast.kernel.constants import TILE_COLUMNS, TILE_ROWS, PlanWord, Status
+from moe_fast.kernel.constants import HOME_BITS, TILE_ROWS, PlanWord, Status
 from moe_fast.kernel.regions import (
     Region,
     buffer_rows,
@@ -181,7 +181,7 @@ class Buffers:
 
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
     returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity. With puts
-    returned_NH is a copy: results lie column tile by column tile, by place in the send list.
+    returned_NH is a copy: results lie line by line, by place in the send list.
 
     In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row
     (token, rank), what came back, zeros where nothing did; sent_PG: tokens from rank to rank, each counted once.
@@ -607,16 +607,17 @@ class Engine:
         if shape.fixed:
             flat = self.view(self.heap.memory, heap["rows"], dtype)
             rows = flat.view(-1, shape.row_pitch // shape.element_size)[:, : shape.hidden]
-            where = self._where(routes, side * self.rows)
+            where, twist = self._where(routes, side * self.rows)
             block = self.shape.slot_capacity(self.max_tokens)
-            returned = self._from_tiles(flat, block, shape.row_pitch, where) if shape.put else rows[where]
+            returned = self._from_lines(flat, block, shape.row_pitch, where, twist) if shape.put else rows[where]
         else:
             rows = half("rows", dtype).view(self.rows, -1)[:, : shape.hidden]
             returned = None if shape.by_token else half("returned", dtype).view(-1, shape.hidden)[:routes]
             if shape.by_place:
                 whole = half("returned", dtype)
                 row_bytes = shape.hidden * shape.element_size
-                returned = self._from_tiles(whole, whole.numel() // shape.hidden, row_bytes, self._where(routes, 0))
+                block = whole.numel() // shape.hidden
+                returned = self._from_lines(whole, block, row_bytes, *self._where(routes, 0))
         more = {}
         if shape.by_token:
             back = half("returned", dtype).view(shape.ranks - 1, -1, shape.hidden)[:, :tokens]
@@ -644,21 +645,28 @@ class Engine:
             **more,
         )
 
-    def _where(self, routes: int, first: int) -> Tensor:
-        """Rows, from row `first` on, to which the results of this rank's routes have come back; 0 for masked ones."""
+    def _where(self, routes: int, first: int) -> tuple[Tensor, Tensor]:
+        """Rows, from row `first` on, to which the results of this rank's routes have come back, 0 for masked ones; and
+        with puts how the pieces of their lines lie, 0 to 7."""
         where = self.view(self.workspace, self.in_workspace["where"], torch.int32)[:routes].long()
         expert = self.view(self.workspace, self.in_workspace["expert"], torch.int32)[:routes]
-        return torch.where(expert >= 0, where + first, 0)
+        where, twist = torch.where(expert >= 0, where, 0), where % 8
+        if self.shape.by_place:
+            where, twist = where % (1 << HOME_BITS), where >> HOME_BITS
+        return torch.where(expert >= 0, where + first, 0), twist
 
-    def _from_tiles(self, flat: Tensor, rows: int, pitch: int, where_N: Tensor) -> Tensor:
-        """Rows `where_N` of a buffer whose blocks of `rows` times `pitch` bytes hold rows column tile by column tile,
-        as puts leave results: [N, H]."""
-        blocks, parts = flat.view(-1, rows * pitch // self.shape.element_size), []
-        for first in range(0, self.shape.hidden, TILE_COLUMNS):
-            width = min(TILE_COLUMNS, self.shape.hidden - first)
-            tile = blocks[:, rows * first : rows * (first + width)].view(-1, rows, width)
-            parts.append(tile[where_N // rows, where_N % rows])
-        return torch.cat(parts, dim=1)
+    def _from_lines(self, flat: Tensor, rows: int, pitch: int, where_N: Tensor, twist_N: Tensor) -> Tensor:
+        """Rows `where_N` of a buffer whose blocks of `rows` times `pitch` bytes hold rows line by line of 128 bytes, as
+        puts leave results: [N, H]. twist_N: 16-byte piece p of a row's lines lies at p ^ twist."""
+        shape = self.shape
+        block = rows * pitch // shape.element_size
+        lines = flat.view(-1, block)[:, : rows * shape.hidden].view(-1, shape.hidden // shape.line, rows, shape.line)
+        found = lines[where_N // rows, :, where_N % rows]
+        piece = 16 // shape.element_size
+        order = torch.arange(8, device=flat.device) ^ twist_N[:, None]
+        pieces = found.view(len(where_N), -1, 8, piece)
+        order = order[:, None, :, None].expand_as(pieces)
+        return pieces.gather(2, order).reshape(len(where_N), shape.hidden)
 
     def _partials(self, back_GSH: Tensor) -> Tensor:
         """Partial sums as the reference keeps them, [S * P, H], from what the other ranks stored."""

@@ -606,8 +606,8 @@ def store_line(
     k: cutlass.Constexpr[KernelShape], column: Int32, c: cutlass.Constexpr, address: Int64, further: Int64,
     unswizzle: Int32, group: Int32, memory: cute.Pointer, thread: Int32,
 ):  # fmt: skip
-    """A warp stores line c of its 16 rows from their buffer: lane l knows the address of row l % 16, and `further` of it
-    the line.
+    """A warp stores line c of its 16 rows from their buffer, `further` bytes from their addresses: lane l knows that of
+    row l % 16.
 
     The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8). unswizzle: 7 to store a
     row's pieces in order, 0 to store them as they lie.

@@ -242,8 +242,8 @@ def result_at(k, a, side, rank, route, row):
 
 
 # With put-with-signal results lie line by line of 128 bytes, where they are staged and where they land: what a task has
-# made of neighbouring rows is one stretch of bytes for each line, as it is in the epilogue's buffers. So are the pieces of
-# a line: piece p of a row lies at p ^ (row % 8), of the row in its tile.
+# made of neighbouring rows is one stretch of bytes for each line, as it is in the epilogue's buffers. Within a line it is
+# as there, too: 16-byte piece p of a row lies at p ^ (row % 8), where `row` is that of its tile.
 
 
 def tile_lines(k: KernelShape) -> int:

@@ -72,6 +72,8 @@ PIECE_BYTES = 8192
 """What a warp asks for before it puts it: two warps of an SM do so, and 28 KB are left for L1."""
 RESULT_PIECE_BYTES = 4096
 """The same of results, which eight warps of an SM put at one time."""
+IN_PLACE_BYTES, TOGETHER = 4096, 2
+"""What a warp asks for of a row that it puts from where it lies, of so many rows together."""
 STEP_BYTES = 512
 """What a put copies in one step: asking for it first would only be a step more."""
 HOME_BYTES = 16
@@ -127,6 +129,10 @@ def nvshmem_put(
 ) -> None: ...
 
 
+@cute.extern(name="nvshmem_uint64_p", source=DeviceLibrary())
+def nvshmem_put_word(target: GlobalPointer(Uint64), value: Uint64, rank: Int32) -> None: ...
+
+
 @cute.extern(name="nvshmem_ptr", source=DeviceLibrary())
 def nvshmem_ptr(address: GlobalPointer(Int32), rank: Int32) -> Int64: ...
 
@@ -167,11 +173,8 @@ def put_rows(
     """
     pitch = k.row_pitch
     valid = lane < count
-    tile = row // TILE_ROWS
     before = cute.arch.shuffle_sync_up(row, 1, mask_and_clamp=0)
     heads = cute.arch.vote_ballot_sync(valid and (lane == 0 or row != before + 1))
-    # rows of a tile that aren't neighbours in the unit have a signal for each stretch
-    tiles = cute.arch.vote_ballot_sync(valid and (lane == 0 or tile != before // TILE_ROWS))
     staged = a.heap + a.wire_at + Int64(begin) * pitch
     landing = a.heap + a.rows_at + Int64(side) * a.rows * pitch
     r = Int32(0)
@@ -182,6 +185,48 @@ def put_rows(
         # what lies behind the last packet's home stays here
         put_run(target, source, (until - r) * pitch - (PACKET_TAIL - HOME_BYTES), destination, PIECE_BYTES, lane)
         r = until
+    signal_rows(k, a, side, destination, count, row, lane)
+
+
+@cute.jit
+def put_rows_in_place(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, count: Int32, source: Int64,
+    tail: Int64, row: Int32, lane: Int32,
+):  # fmt: skip
+    """`put_rows` for a peer that is mapped: nothing is staged. Of lane r, source: where row r lies; tail: the two words
+    behind it; row: where it lands.
+
+    A piece of each of several rows is asked for together.
+    """
+    row_bytes = k.hidden * k.element_size
+    piece = min(IN_PLACE_BYTES, row_bytes)
+    target = a.heap + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch
+    for first in range(0, count, TOGETHER):
+        until = min(first + TOGETHER, count)
+        for inside in range(0, row_bytes, piece):
+            part = min(row_bytes - inside, piece)
+            asked = [cute.arch.shuffle_sync(source, min(first + i, count - 1)) + inside for i in range(TOGETHER)]
+            touch(asked, part, piece, lane)
+            for r in range(first, until):
+                here, there = cute.arch.shuffle_sync(source, r), cute.arch.shuffle_sync(target, r)
+                nvshmem_put(gmem(there + inside), anywhere(here + inside), Uint64(part // 4), destination)
+    if lane < count:
+        nvshmem_put_word(gmem(target + row_bytes, Uint64), Uint64(tail), destination)
+    cute.arch.sync_warp()
+    signal_rows(k, a, side, destination, count, row, lane)
+
+
+@cute.jit
+def signal_rows(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, count: Int32, row: Int32, lane: Int32
+):
+    """A whole warp, after its puts: tell every row tile how many rows it has got. row: of lane r, where row r lands.
+
+    Rows of a tile that aren't neighbours in the unit have a signal for each stretch.
+    """
+    tile = row // TILE_ROWS
+    before = cute.arch.shuffle_sync_up(tile, 1, mask_and_clamp=0)
+    tiles = cute.arch.vote_ballot_sync(lane < count and (lane == 0 or tile != before))
     nvshmem_quiet()
     cute.arch.sync_warp()
     if ((tiles >> lane) & 1) != 0:
@@ -221,7 +266,7 @@ def put_run(target: Int64, source: Int64, size: Int32, rank: Int32, piece: cutla
     while left > 0:
         part = min(left, Int32(piece))
         if part > STEP_BYTES:
-            touch(source, part, piece, lane)
+            touch((source,), part, piece, lane)
         nvshmem_put(gmem(target), anywhere(source), Uint64(part // 4), rank)
         source += piece
         target += piece
@@ -318,21 +363,26 @@ def put_results(
             bits = bits ^ (1 << r)
 
 
+def peer_mapped(a, rank):
+    """Whole warp: whether NVSHMEM reaches a peer by loads and stores. Only then may a put's source lie anywhere."""
+    return cute.arch.vote_all_sync(Int64(nvshmem_ptr(gmem(a.heap), rank)) != 0)
+
+
 @cute.jit
 def peers_mapped(k: cutlass.Constexpr[KernelShape], a: Args) -> Boolean:
-    """Whole warp: whether NVSHMEM reaches every peer by loads and stores. Only then may a put's source lie anywhere."""
+    """Whole warp: `peer_mapped` of every peer."""
     mapped = Boolean(True)
     for i in range(1, k.ranks):
-        mapped = mapped and Int64(nvshmem_ptr(gmem(a.heap), (a.rank + i) % k.ranks)) != 0
-    return cute.arch.vote_all_sync(mapped)
+        mapped = peer_mapped(a, (a.rank + i) % k.ranks) and mapped
+    return mapped
 
 
 @cute.jit
 def runs_of_warp(
     k: cutlass.Constexpr[KernelShape], home: Int32, leaves: Boolean, lane: Int32
 ) -> tuple[Int32, Int32]:
-    """Of the 16 rows of a consumer warp, lane l knows row l % 16: where runs of rows begin that leave and are neighbours
-    at home, and where they end. home: `landing_of` the row."""
+    """Of the 16 rows of a consumer warp, of which lane l knows row l % 16: where runs begin of rows that leave and are
+    neighbours at home, and where they end. home: `landing_of` the row."""
     before = cute.arch.shuffle_sync_up(home, 1, mask_and_clamp=0)
     follows = home == before + 1
     if cutlass.const_expr(k.fixed):
@@ -433,15 +483,17 @@ def count_put(
 
 
 @cute.jit
-def touch(source: Int64, size: Int32, most: cutlass.Constexpr, lane: Int32):
-    """A whole warp: have `size` bytes (a multiple of 16, at most `most`) brought into L1, for the put that follows.
+def touch(sources, size: Int32, most: cutlass.Constexpr, lane: Int32):
+    """A whole warp: have `size` bytes (a multiple of 16, at most `most`) from each of the sources on brought into L1,
+    for the puts that follow.
 
     A put's loop has one load of a lane on its way and waits for it; here all are on their way together.
     """
     seen = Int32(0)
     values = []
-    for i in cutlass.range_constexpr(most // WARP_BYTES):
-        values.append(read(source + Int64(min((i * 32 + lane) * SECTOR_BYTES, size - 4)), 0))
+    for source in sources:
+        for i in cutlass.range_constexpr(ceil_div(most, WARP_BYTES)):
+            values.append(read(source + Int64(min((i * 32 + lane) * SECTOR_BYTES, size - 4)), 0))
     for value in values:
         seen = seen | value
     await_values(seen)
