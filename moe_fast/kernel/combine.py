@@ -271,7 +271,7 @@ def combine_early(
         bits = cute.arch.vote_ballot_sync(back) & ~taken
         if bits != 0:
             if cutlass.const_expr(k.put):
-                # only now, for it empties L1, where the storer has what it puts
+                # only now, for it empties L1, from where rows are put
                 if back:
                     read(counters, token * k.signal_words, sem="acquire", scope="sys")
                 cute.arch.sync_warp()

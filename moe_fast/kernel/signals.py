@@ -242,7 +242,7 @@ def result_at(k, a, side, rank, route, row):
 
 
 # With put-with-signal results lie line by line of 128 bytes, where they are staged and where they land: what a task has
-# made of neighbouring rows is one stretch of bytes for each line, as it is in the epilogue's buffers. Within a line it is
+# made of neighbouring rows is one stretch of bytes for each line, as in the epilogue's buffers. Within a line it is
 # as there, too: 16-byte piece p of a row lies at p ^ (row % 8), where `row` is that of its tile.
 
 

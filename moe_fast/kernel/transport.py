@@ -4,28 +4,31 @@ Direct stores need a mapped peer. A put names the peer by its rank and the place
 symmetric memory; NVSHMEM carries it over whatever links the two. Between puts and their signals stands `nvshmem_quiet`:
 a signal is seen only after the payload, so a receiver waits for its counters exactly as with stores.
 
-What differs from stores, all of it at compile time (`KernelShape.put`):
+What differs from stores, all but the second of it at compile time (`KernelShape.put`):
 
 * A put's source must lie in symmetric memory, so rows are staged: dispatched ones in `wire`, results in `results`.
   Nothing there is written before every rank has begun the call, so no peer's last put can still be on its way.
+* Where NVSHMEM reaches a peer by loads and stores (`peer_mapped`), a put's source may lie anywhere: a row is put from
+  where its token lies, a result from the epilogue's buffers in shared memory.
 * A row is one packet: the row, then its home. With stores the home is a word of another array.
 * Signals are 64-bit words. Only their lower halves are looked at, so waits are the same.
-* Consumers put what their block has just stored, a column tile of each row, where they would otherwise store it;
-  counting and signals are those of stores.
+* Consumers put where they would otherwise store; counting and signals are those of stores.
 * Results land by their place in the send list, not by route: there an owner's rows of an expert are neighbours, as they
-  are in its row tiles. Staged and landed they lie column tile by column tile, so that neighbours are one run of bytes.
-  A packet's end carries the place beside the home. In the fixed layout coordinates are neighbours by themselves.
+  are in its row tiles. Staged and landed they lie line by line of 128 bytes, in the swizzle of the epilogue's buffers:
+  neighbours are one run of bytes in all three. A packet's end carries the place beside the home. In the fixed layout
+  coordinates are neighbours by themselves.
 
 A put to a peer of the same host is a copy by this warp, 512 bytes to load, then to store, one step after the other: 1
-us a step where the bytes come from L2, a tenth of that from L1. So what is more than a step is asked for in one go
-before it is put (`touch`). The puts' completion takes 10 us while rows are on their way, and a signal has to wait for
-it: what lands side by side goes in one put, a unit of rows has one `quiet` and a signal for each row tile, a column
-tile of results has one.
+us a step where the bytes come from L2, a tenth of that from L1 or shared memory. So what is more than a step and lies
+in global memory is asked for in one go before it is put (`touch`). The puts' completion takes 10 us while rows are on
+their way, and a signal has to wait for it: what lands side by side goes in one put, a unit of rows has one `quiet` and
+a signal for each row tile, a column tile of results has one.
 
-Who puts has the bytes from its own SM: a warp stages its unit itself, and results come from consumers of the same
-block. So a barrier orders them before the put's loads, and L1 holds no older version of them. NVSHMEM has the fence
-that a network adapter needs. NVSHMEM's functions are called, not inlined: with such calls the compiler waits for each
-wgmma and gives all warps 168 registers. Products are as fast as without, for two warpgroups take turns.
+Who puts has the bytes from its own SM, or they are tokens, which nothing writes meanwhile: a warp stages its unit
+itself, and results come from consumers of the same block. So a barrier orders them before the put's loads, and L1 holds
+no older version of them. NVSHMEM has the fence that a network adapter needs. NVSHMEM's functions are called, not
+inlined: with such calls the compiler waits for each wgmma and gives all warps 168 registers. Products are as fast as
+without, for two warpgroups take turns.
 """
 
 import cutlass
@@ -378,9 +381,7 @@ def peers_mapped(k: cutlass.Constexpr[KernelShape], a: Args) -> Boolean:
 
 
 @cute.jit
-def runs_of_warp(
-    k: cutlass.Constexpr[KernelShape], home: Int32, leaves: Boolean, lane: Int32
-) -> tuple[Int32, Int32]:
+def runs_of_warp(k: cutlass.Constexpr[KernelShape], home: Int32, leaves: Boolean, lane: Int32) -> tuple[Int32, Int32]:
     """Of the 16 rows of a consumer warp, of which lane l knows row l % 16: where runs begin of rows that leave and are
     neighbours at home, and where they end. home: `landing_of` the row."""
     before = cute.arch.shuffle_sync_up(home, 1, mask_and_clamp=0)
