@@ -510,7 +510,7 @@ def test_every_route_finds_its_place_again():
     starts, noise = np.cumsum(each) - each, -7
     warp, a = machine(
         k, tokens=TOKENS, expert=expert, index=[int((expert[:r] == expert[r]).sum()) for r in range(count)],
-        histogram=np.zeros(6, int), list_start=np.tile(starts, k.plan_parts), row_shift=np.arange(6) * 1000,
+        histogram=np.zeros(6, int), list_start=np.tile(starts, k.plan_parts), row_shift=np.arange(6) * 1003,
         send=np.full(count, noise), where=np.full(count, noise),
     )  # fmt: skip
     # this side's targets, one word a token
@@ -522,9 +522,9 @@ def test_every_route_finds_its_place_again():
     assert (a.where[~kept] == noise).all()
     assert (a.send[kept.sum() :] == noise).all()
     order = np.argsort(expert, kind="stable")[(~kept).sum() :]
-    # its row there is 1000 e further: how the pieces of its lines lie comes from that
+    # its row there is 1003 e further: how the pieces of its lines lie comes from that
     place = np.arange(kept.sum())
-    assert (a.where[order] == place | ((place + expert[order] * 1000) % 8 << 26)).all()
+    assert (a.where[order] == place | ((place + expert[order] * 1003) % 8 << 26)).all()
     assert (a.send[: kept.sum()] & 0xFFFFFFFF == order).all()
 
 
