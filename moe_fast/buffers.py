@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_fast.kernel.constants import TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import HOME_BITS, TILE_ROWS, PlanWord
 from moe_fast.kernel.regions import wire_flags
 from moe_fast.kernel.shapes import dropped
 from moe_fast.memory import Memory
@@ -26,7 +26,7 @@ class Buffers:
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
     dealt_tiles: row tiles that have tasks of their own. returned_NH: row (token, choice); of
     masked routes anything. before_PE, chosen_SK: before the capacity. With puts
-    returned_NH is a copy: results lie column tile by column tile, by place in the send list.
+    returned_NH is a copy: results lie line by line, by place in the send list.
 
     In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row
     (token, rank), what came back, zeros where nothing did; sent_PG: tokens from rank to rank, each counted once.
@@ -115,16 +115,16 @@ class Readback:
         if shape.fixed:
             flat = symmetric("rows", dtype)
             rows = flat.view(-1, shape.row_pitch // shape.element_size)[:, : shape.hidden]
-            where = self._where(routes, side * self.memory.rows)
+            where, twist = self._where(routes, side * self.memory.rows)
             block = self.shape.slot_capacity(self.memory.max_tokens)
-            returned = self._from_tiles(flat, block, shape.row_pitch, where) if shape.put else rows[where]
+            returned = self._from_lines(flat, block, shape.row_pitch, where, twist) if shape.put else rows[where]
         else:
             rows = half("rows", dtype).view(self.memory.rows, -1)[:, : shape.hidden]
             returned = None if shape.by_token else half("returned", dtype).view(-1, shape.hidden)[:routes]
             if shape.by_place:
                 whole = half("returned", dtype)
-                row_bytes = shape.hidden * shape.element_size
-                returned = self._from_tiles(whole, whole.numel() // shape.hidden, row_bytes, self._where(routes, 0))
+                row_bytes, block = shape.hidden * shape.element_size, whole.numel() // shape.hidden
+                returned = self._from_lines(whole, block, row_bytes, *self._where(routes, 0))
         plan = local("plan")
         more: dict[str, Any] = {"dealt_tiles": int(plan[PlanWord.ROW_TILES])}
         if shape.by_token:
@@ -150,21 +150,27 @@ class Readback:
             **more,
         )
 
-    def _where(self, routes: int, first: int) -> Tensor:
-        """Rows, from row `first` on, to which the results of this rank's routes have come back; 0 for masked ones."""
+    def _where(self, routes: int, first: int) -> tuple[Tensor, Tensor]:
+        """Rows, from row `first` on, to which the results of this rank's routes have come back, 0 for masked ones; and
+        with puts how the pieces of their lines lie, 0 to 7."""
         where = self.memory.local("where")[:routes].long()
         expert = self.memory.local("expert")[:routes]
-        return torch.where(expert >= 0, where + first, 0)
+        where, twist = torch.where(expert >= 0, where, 0), where % 8
+        if self.shape.by_place:
+            where, twist = where % (1 << HOME_BITS), where >> HOME_BITS
+        return torch.where(expert >= 0, where + first, 0), twist
 
-    def _from_tiles(self, flat: Tensor, rows: int, pitch: int, where_N: Tensor) -> Tensor:
-        """Rows `where_N` of a buffer whose blocks of `rows` times `pitch` bytes hold rows column tile by column tile,
-        as puts leave results: [N, H]."""
-        blocks, parts = flat.view(-1, rows * pitch // self.shape.element_size), []
-        for first in range(0, self.shape.hidden, TILE_COLUMNS):
-            width = min(TILE_COLUMNS, self.shape.hidden - first)
-            tile = blocks[:, rows * first : rows * (first + width)].view(-1, rows, width)
-            parts.append(tile[where_N // rows, where_N % rows])
-        return torch.cat(parts, dim=1)
+    def _from_lines(self, flat: Tensor, rows: int, pitch: int, where_N: Tensor, twist_N: Tensor) -> Tensor:
+        """Rows `where_N` of a buffer whose blocks of `rows` times `pitch` bytes hold rows line by line of 128 bytes, as
+        puts leave results: [N, H]. twist_N: 16-byte piece p of a row's lines lies at p ^ twist."""
+        shape, count = self.shape, len(where_N)
+        block = rows * pitch // shape.element_size
+        lines = flat.view(-1, block)[:, : rows * shape.hidden].view(-1, shape.hidden // shape.line, rows, shape.line)
+        found = lines[where_N // rows, :, where_N % rows]
+        pieces = found.view(count, shape.hidden // shape.line, 8, 16 // shape.element_size)
+        order = torch.arange(8, device=flat.device) ^ twist_N[:, None]
+        order = order[:, None, :, None].expand_as(pieces)
+        return pieces.gather(2, order).reshape(count, shape.hidden)
 
     def _partials(self, back_GSH: Tensor) -> Tensor:
         """Partial sums as the reference keeps them, [S * P, H], from what the other ranks stored."""

@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from moe_fast.kernel.constants import TILE_COLUMNS, TOKEN_TILE
+from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
@@ -30,7 +30,7 @@ from moe_fast.kernel.signals import (
     back_word,
     combined_word,
     gmem,
-    in_tiles,
+    in_lines,
     landed_rows,
     note,
     read,
@@ -43,6 +43,8 @@ from moe_fast.kernel.tokens import wait_listed
 from moe_ref.layout import return_row
 from moe_ref.runtime.encoding import combine_tasks, reached
 
+PIECES = LINE_BYTES // 16
+"""Pieces of 16 bytes in a line."""
 STEP_BYTES = 512
 """What a warp takes of a row in one step: 16 bytes a lane."""
 IN_FLIGHT = 16
@@ -55,12 +57,15 @@ def result_at_home(k: KernelShape, a, first, token, where, j: int, inside, furth
     """Address, `inside` + `further` bytes into a row of H, of the result of a token's choice number j; see
     `combine_vector`."""
     if k.put:
-        # 16 bytes lie within a column tile
-        width = TILE_COLUMNS * k.element_size
         within = Int32(inside) + further
-        column = within // width
-        block = Int64(where[k.top_k + j]) * k.row_pitch if k.fixed else 0
-        return first + block + in_tiles(k, landed_rows(k, a), where[j], column) + (within - column * width)
+        place, twist = where[j], where[j]
+        block = Int64(0)
+        if k.fixed:
+            block = Int64(where[k.top_k + j]) * k.row_pitch
+        else:
+            place, twist = place & ((1 << HOME_BITS) - 1), twist >> HOME_BITS
+        piece = (within // 16 ^ twist) % PIECES
+        return first + block + in_lines(landed_rows(k, a), place, within // LINE_BYTES) + piece * 16
     if k.fixed:
         return first + Int64(where[j]) * k.row_pitch + inside + further
     return first + Int64(return_row(token, j, k.top_k)) * (k.hidden * k.element_size) + inside + further
@@ -266,7 +271,7 @@ def combine_early(
         bits = cute.arch.vote_ballot_sync(back) & ~taken
         if bits != 0:
             if cutlass.const_expr(k.put):
-                # only now, for it empties L1, where the storer has what it puts
+                # only now, for it empties L1, from where rows are put
                 if back:
                     read(counters, token * k.signal_words, sem="acquire", scope="sys")
                 cute.arch.sync_warp()

@@ -9,11 +9,21 @@ from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
 from moe_fast.kernel.combine import combine
-from moe_fast.kernel.constants import CARRIED_ROWS, SHARED_SLOT, STAGES, TILE_COLUMNS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import (
+    CARRIED_ROWS,
+    HOME_BITS,
+    LINE_BYTES,
+    SHARED_SLOT,
+    STAGES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    PlanWord,
+)
 from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
 from moe_fast.kernel.gemm import (
     DTYPES,
     home_address,
+    keep_lines,
     multiply,
     multiply_carrying,
     multiply_exactly,
@@ -35,10 +45,23 @@ from moe_fast.kernel.plan import (
 )
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
-from moe_fast.kernel.signals import Args, Phase, Role, aborted, buffer_tile, landing_of, mark, note, now, read
+from moe_fast.kernel.signals import (
+    Args,
+    Phase,
+    Role,
+    aborted,
+    buffer_tile,
+    landed_rows,
+    landing_of,
+    mark,
+    note,
+    now,
+    read,
+    tile_at_home,
+)
 from moe_fast.kernel.sums import sum_rest
 from moe_fast.kernel.tokens import list_all_tokens
-from moe_fast.kernel.transport import landings_of, put_results
+from moe_fast.kernel.transport import landings_of, peers_mapped, put_results, runs_of_warp
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -167,6 +190,9 @@ def consume(
         full, empty = pair
         count = Int32(0)
     number, parity, returns = Int32(0), Int32(0), Int32(0)
+    mapped = Boolean(False)
+    if cutlass.const_expr(k.put_from_shared):
+        mapped = peers_mapped(k, a)
     go = Boolean(block < processors)
     while go:
         word = take_word(k, slots, word_full, word_empty, number)
@@ -271,12 +297,31 @@ def consume(
                         address = a.shared_rows + token * (k.hidden * k.element_size)
                         if cutlass.const_expr(k.put):
                             address += Int64(column) * (TILE_COLUMNS * k.element_size)
-                return_rows(
-                    k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
-                    sBias + number % k.biases * TILE_COLUMNS, thread,
-                )  # fmt: skip
-                if cutlass.const_expr(k.put):
-                    if routed:
+                if cutlass.const_expr(not k.put):
+                    return_rows(
+                        k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
+                        sBias + number % k.biases * TILE_COLUMNS, thread,
+                    )  # fmt: skip
+                else:
+                    owner = home >> HOME_BITS
+                    leaves = row < filled and routed and owner != a.rank
+                    step = Int32(TILE_ROWS * LINE_BYTES)
+                    if not leaves:
+                        step = landed_rows(k, a) * LINE_BYTES
+                    put = ()
+                    if cutlass.const_expr(k.put_from_shared):
+                        starts, ends = runs_of_warp(k, home, leaves and mapped, lane)
+                        target = a.heap + tile_at_home(k, a, side, owner, home & ((1 << HOME_BITS) - 1), place, column)
+                        put = (starts, ends, owner, target, landed_rows(k, a) * LINE_BYTES)
+                        if leaves and mapped:
+                            address = Int64(0)
+                    if address == 0:
+                        step = Int32(0)
+                    keep_lines(
+                        k, dtype, address, step, routed, put, column, group, parity, acc, copy, memory, chunk_empty,
+                        sBias + number % k.biases * TILE_COLUMNS, thread,
+                    )  # fmt: skip
+                    if routed and not mapped:
                         landings = landings_of(k, a, side, row_tile, filled, lane)
                         # any warp may put any row
                         sync_consumers()

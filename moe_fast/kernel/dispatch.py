@@ -36,7 +36,7 @@ from moe_fast.kernel.signals import (
     wait_reached,
     write,
 )
-from moe_fast.kernel.transport import add_signal, put_rows
+from moe_fast.kernel.transport import add_signal, peer_mapped, put_rows, put_rows_in_place
 from moe_ref.layout import ceil_div
 
 VECTOR_BYTES = 16
@@ -99,7 +99,7 @@ def push_unit(
     begin = read(a.list_start, starts + destination) + number * rows
     end = read(a.list_start, starts + destination + 1)
     if begin < end:
-        # what is put is staged first, rows for this rank to their place
+        # what is put to a peer that isn't mapped is staged first, rows for this rank go to their place
         base = a.heap if k.put else peer(a, destination)
         row_bytes = k.hidden * k.element_size
         # Lane r knows row r. A lane beyond the last row repeats the last one: the same bytes to the same place.
@@ -108,12 +108,14 @@ def push_unit(
         route, row = Int32(entry & 0xFFFFFFFF), Int32(entry >> 32)
         source = a.x + Int64(route // k.top_k) * row_bytes
         target = base + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch
+        direct = Boolean(False)
         if cutlass.const_expr(k.put):
             if destination != a.rank:
                 target = a.heap + a.wire_at + Int64(place) * k.row_pitch
+                direct = peer_mapped(a, destination)
         inside = Int64(lane * VECTOR_BYTES)
         for r in cutlass.range_constexpr(0, rows, 2):
-            if begin + r < end:
+            if begin + r < end and not direct:
                 copy_pair(
                     k,
                     cute.arch.shuffle_sync(source, r) + inside,
@@ -128,9 +130,10 @@ def push_unit(
                 add(a.control, SENT_ROWS, min(end - begin, Int32(rows)), "gpu")
         if mine:
             if cutlass.const_expr(k.put):
-                write(target + row_bytes, 0, (a.rank << HOME_BITS) | route)
-                if cutlass.const_expr(k.by_place):
-                    write(target + row_bytes, 1, (a.rank << HOME_BITS) | place)
+                if not direct:
+                    write(target + row_bytes, 0, (a.rank << HOME_BITS) | route)
+                    if cutlass.const_expr(k.by_place):
+                        write(target + row_bytes, 1, (a.rank << HOME_BITS) | place)
             else:
                 write(base + a.home_at, side * a.rows + row, (a.rank << HOME_BITS) | route)
         cute.arch.sync_warp()
@@ -143,6 +146,10 @@ def push_unit(
             if destination == a.rank:
                 if mine:
                     add_signal(a.heap + a.arrived_at + Int64(arrived_word(k, a, side, row // TILE_ROWS)) * 4, 1)
+            elif direct:
+                home, landing = (a.rank << HOME_BITS) | route, (a.rank << HOME_BITS) | place
+                tail = (Int64(home) & 0xFFFFFFFF) | (Int64(landing) << 32)
+                put_rows_in_place(k, a, side, destination, min(end - begin, Int32(rows)), source, tail, row, lane)
             else:
                 put_rows(k, a, side, destination, begin, min(end - begin, Int32(rows)), row, lane)
         elif mine:

@@ -36,6 +36,7 @@ from moe_fast.kernel.constants import (
 )
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, gmem, result_at, staged_at, tile_at_home
+from moe_fast.kernel.transport import put_lines
 
 LOWEST = 1 << 24
 """Device addresses are above this, offsets inside a row below."""
@@ -706,7 +707,7 @@ def home_address(
     """First byte of the row that `home` names, or 0 unless it is used. peers: the heaps' addresses (shared memory).
 
     In the wire format "tokens" every result stays here, in row `staged_row` of the results.
-    With put-with-signal `home` is the row's `landing_of`, and the address that of the row's part of column tile
+    With put-with-signal `home` is the row's `landing_of`, and the address that of the first line of column tile
     `column`; a result for another rank is staged: in row `staged_row` of the results. In the fixed layout a result goes
     to round 1 of the coordinates that its row, `buffer_row`, has in round 0, with this rank as the source.
     """
@@ -743,7 +744,7 @@ def return_rows(
 ):
     """A consumer warp sends its 16 rows of a GEMM1 tile home: 256 columns to row (token, k) of each row's source rank.
 
-    Lane l knows the address of row l % 16, with puts that of its part of the column tile. The rows pass through the
+    Lane l knows the address of row l % 16. The rows pass through the
     warp's own part of the epilogue buffers, one line at a time, so that a store instruction covers four rows of 128
     bytes. Nobody waits for these stores here: the storer's fence and counters come after all eight warps have issued
     theirs.
@@ -777,7 +778,7 @@ def return_rows(
         for step in cutlass.range_constexpr(4):
             row = step * 4 + lane // 8
             place = cute.arch.shuffle_sync(address, row)
-            first = Int64(0) if k.put else Int64(column) * (TILE_COLUMNS * k.element_size)
+            first = Int64(column) * (TILE_COLUMNS * k.element_size)
             places.append(place + first + (c * LINE_BYTES + lane % 8 * 16))
             inside = row * k.line + ((lane % 8) ^ (row % 8)) * (16 // k.element_size)
             pieces.append(cute.arch.load(chunk + inside, vector, ss="cta"))
@@ -785,3 +786,102 @@ def return_rows(
             # an address of 0 stays below any real one whatever the column
             if places[step] >= LOWEST and (whole or column * TILE_COLUMNS + c * k.line < k.hidden):
                 cute.arch.store(gmem(places[step], Int32, 16), pieces[step])
+
+
+@cute.jit
+def keep_lines(
+    k: cutlass.Constexpr[KernelShape],
+    dtype: cutlass.Constexpr,
+    address: Int64,
+    step: Int32,
+    routed: Boolean,
+    put: tuple,
+    column: Int32,
+    group: Int32,
+    parity: Int32,
+    acc: cute.Tensor,
+    copy: tuple,
+    memory: cute.Pointer,
+    empty: cute.Pointer,
+    bias: cute.Pointer,
+    thread: Int32,
+):
+    """`return_rows` with put-with-signal: lines are stored as they lie in the buffers, and put from there to peers that
+    are mapped.
+
+    Lane l knows of row l % 16 the address of the first line that is stored and the bytes from one line to the next, 0
+    and 0 if none is. Rows that aren't routed, the shared expert's, lie in order. put: see `put_lines`.
+    """
+    lines = TILE_COLUMNS // k.line
+    wait_buffers(group, parity, empty)
+    # 16-bit ones are all rounded first: half as much has to outlive the calls
+    rounded = [copy] * lines
+    if cutlass.const_expr(dtype is not Float32):
+        tiled, buffers, packed = copy
+        rounded = [(tiled, buffers, cute.make_rmem_tensor(packed.layout, dtype)) for _ in range(lines)]
+        for c in cutlass.range_constexpr(lines):
+            round_line(k, dtype, c, group, acc, rounded[c], memory, bias, thread)
+    for pair in cutlass.range_constexpr(lines // 2):
+        for b in cutlass.range_constexpr(2):
+            if cutlass.const_expr(dtype is Float32):
+                round_line(k, dtype, pair * 2 + b, group, acc, copy, memory, bias, thread)
+            else:
+                put_line(rounded[pair * 2 + b], b)
+        cute.arch.sync_warp()
+        for b in cutlass.range_constexpr(2):
+            c = pair * 2 + b
+            unswizzle, further = Int32(0), Int64(step) * c
+            if cutlass.const_expr(k.shared_intermediate > 0):
+                if not routed:
+                    unswizzle, further = Int32(7), Int64(c * LINE_BYTES)
+            store_line(k, column, c, address, further, unswizzle, group, memory, thread)
+        if cutlass.const_expr(k.put_from_shared):
+            put_lines(k, column, pair * 2, put, memory + group * (64 * k.line), thread)
+        # the buffers are written again only when all lanes have read them
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def wait_buffers(group: Int32, parity: Int32, empty: cute.Pointer):
+    """The storer may still be reading a hidden tile out of the epilogue buffers."""
+    for buffer in cutlass.range_constexpr(2):
+        cute.arch.mbarrier_wait(empty + (group * 2 + buffer), (parity & 1) ^ 1)
+
+
+def round_line(k: KernelShape, dtype, c: int, group, acc, copy, memory, bias, thread):
+    """Line c of a GEMM1 tile: sums, with their bias, rounded by `put_piece`."""
+    count = k.line // 2
+    values = cute.make_rmem_tensor(PIECE, Float32)
+    for p in range(0, count, PIECE):
+        here = bias_at(dtype, bias, c * k.line + p // PIECE * 8 + thread % 4 * 2, 2) if k.expert_bias else None
+        for v in range(PIECE):
+            value = acc[c * count + p + v]
+            values[v] = value if here is None else value + here[v % 2]
+        put_piece(k, dtype, values, copy, memory, group, c % 2, p, thread)
+
+
+@cute.jit
+def store_line(
+    k: cutlass.Constexpr[KernelShape], column: Int32, c: cutlass.Constexpr, address: Int64, further: Int64,
+    unswizzle: Int32, group: Int32, memory: cute.Pointer, thread: Int32,
+):  # fmt: skip
+    """A warp stores line c of its 16 rows from their buffer, `further` bytes from their addresses: lane l knows that of
+    row l % 16.
+
+    The buffers are in the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8). unswizzle: 7 to store a
+    row's pieces in order, 0 to store them as they lie.
+    """
+    vector = ir.VectorType.get([4], Int32.mlir_type)
+    lane, warp = thread % 32, thread % 128 // 32
+    whole = k.hidden % TILE_COLUMNS == 0
+    chunk = memory + (group + 2 * (c % 2)) * (64 * k.line) + warp * (16 * k.line)
+    pieces, places = [], []
+    for step in cutlass.range_constexpr(4):
+        row = step * 4 + lane // 8
+        places.append(cute.arch.shuffle_sync(address + further, row) + lane % 8 * 16)
+        inside = row * k.line + ((lane % 8) ^ (row & unswizzle)) * (16 // k.element_size)
+        pieces.append(cute.arch.load(chunk + inside, vector, ss="cta"))
+    for step in cutlass.range_constexpr(4):
+        # an address of 0 stays below any real one whatever the line
+        if places[step] >= LOWEST and (whole or column * TILE_COLUMNS + c * k.line < k.hidden):
+            cute.arch.store(gmem(places[step], Int32, 16), pieces[step])

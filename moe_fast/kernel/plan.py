@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
 from moe_fast.kernel.carry import CARRIED_SHIFT, carried_tiles, task_rows
-from moe_fast.kernel.constants import EARLY, TILE_ROWS, Counter, PlanWord, Status
+from moe_fast.kernel.constants import EARLY, HOME_BITS, TILE_ROWS, Counter, PlanWord, Status
 from moe_fast.kernel.dispatch import boost_rows
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
 from moe_fast.kernel.shapes import KernelShape, dropped
@@ -488,7 +488,8 @@ def list_routes(
             if cutlass.const_expr(k.fixed):
                 write(a.where, route, home_row(a, row[j], read(a.placement, target), a.rank))
             if cutlass.const_expr(k.by_place):
-                write(a.where, route, place[j])
+                # beside the place how the pieces of its lines lie
+                write(a.where, route, place[j] | ((row[j] % 8) << HOME_BITS))
     token = tile * height + thread
     if thread < height and token < a.tokens:
         valid = token_rows[0]

@@ -63,7 +63,7 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
           + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
 
     With put-with-signal rows lie 128 bytes further apart, counters take 8 bytes, and rows to send are staged:
-    K * max_tokens rows (wire) and R results. Results then lie column tile by column tile, each row tile's (results), a
+    K * max_tokens rows (wire) and R results. Results then lie line by line of 128 bytes, each row tile's (results), a
     side's (returned) or, in the fixed layout, those of a slot.
 
     In the wire format "tokens" P - 1 partials of a token come back instead of K results, results stay here (R rows),

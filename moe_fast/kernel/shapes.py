@@ -346,6 +346,12 @@ class KernelShape:
         return self.put and not self.fixed
 
     @property
+    def put_from_shared(self) -> bool:
+        """Whether results are put from shared memory to peers that are mapped: 16-bit ones, of which the sums that have
+        to outlive a put fit into registers."""
+        return self.put and self.element_size == 2
+
+    @property
     def by_token(self) -> bool:
         """Whether a token crosses once to each rank and one partial sum comes back, instead of a row for each route."""
         return self.wire_format == "tokens"

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.constants import COUNTER_WORDS, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.constants import COUNTER_WORDS, LINE_BYTES, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.regions import sum_words
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.layout import ROUNDS, SIDES, ceil_div
@@ -246,29 +246,26 @@ def result_at(k, a, side, rank, route, row):
     return a.returned_at + (Int64(side) * (a.max_tokens * k.top_k) + route) * (k.hidden * k.element_size)
 
 
-# With put-with-signal results lie column tile by column tile, where they are staged and where they land: what a task
-# has made of neighbouring rows is one stretch of bytes.
+# With put-with-signal results lie line by line of 128 bytes, where they are staged and where they land: what a task has
+# made of neighbouring rows is one stretch of bytes for each line, as in the epilogue's buffers. Within a line it is
+# as there, too: 16-byte piece p of a row lies at p ^ (row % 8), where `row` is that of its tile.
 
 
-@cute.jit
-def column_bytes(k: cutlass.Constexpr[KernelShape], column: Int32) -> Int32:
-    """Bytes that a row has in a column tile: 256 columns, in the last one what is left."""
-    width = TILE_COLUMNS * k.element_size
-    return min(Int32(width), k.hidden * k.element_size - column * width)
+def tile_lines(k: KernelShape) -> int:
+    """Lines of a column tile."""
+    return TILE_COLUMNS // k.line
 
 
-def in_tiles(k, rows, row, column):
-    """Offset of a row's part of a column tile in a block of `rows` rows that lies column tile by column tile."""
-    width = TILE_COLUMNS * k.element_size
-    own = width if k.hidden % TILE_COLUMNS == 0 else column_bytes(k, column)
-    return Int64(rows) * (column * width) + Int64(row) * own
+def in_lines(rows, row, line):
+    """Offset of a row's line in a block of `rows` rows that lies line by line."""
+    return Int64(rows) * (line * LINE_BYTES) + Int64(row) * LINE_BYTES
 
 
 def staged_at(k, a, row, column):
-    """Offset of a column tile of row `row` of the results that are put; 128 rows are a block."""
+    """Offset of the first line of a column tile of row `row` of the results that are put; 128 rows are a block."""
     tile = row // TILE_ROWS
     block = a.results_at + Int64(tile) * (TILE_ROWS * k.hidden * k.element_size)
-    return block + in_tiles(k, TILE_ROWS, row - tile * TILE_ROWS, column)
+    return block + in_lines(TILE_ROWS, row - tile * TILE_ROWS, column * tile_lines(k))
 
 
 def landed_rows(k, a):
@@ -277,18 +274,19 @@ def landed_rows(k, a):
 
 
 def tile_at_home(k, a, side, rank, place, row, column):
-    """Offset in the heap of `rank` of a column tile of a result that is put, computed here from buffer row `row`.
+    """Offset in the heap of `rank` of a column tile's first line of a result that is put, computed here from buffer row
+    `row`.
 
     place: in the send list of `rank`, which only the compact layout asks for.
     """
     rows = landed_rows(k, a)
     if not k.fixed:
         side_bytes = Int64(rows) * (k.hidden * k.element_size)
-        return a.returned_at + Int64(side) * side_bytes + in_tiles(k, rows, place, column)
+        return a.returned_at + Int64(side) * side_bytes + in_lines(rows, place, column * tile_lines(k))
     landing = home_row(a, row, a.rank, rank)
     block = landing // rows * rows
     start = a.rows_at + (Int64(side) * a.rows + block) * k.row_pitch
-    return start + in_tiles(k, rows, landing - block, column)
+    return start + in_lines(rows, landing - block, column * tile_lines(k))
 
 
 def add(address, index, value, scope, sem="relaxed"):

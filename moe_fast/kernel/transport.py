@@ -4,28 +4,31 @@ Direct stores need a mapped peer. A put names the peer by its rank and the place
 symmetric memory; NVSHMEM carries it over whatever links the two. Between puts and their signals stands `nvshmem_quiet`:
 a signal is seen only after the payload, so a receiver waits for its counters exactly as with stores.
 
-What differs from stores, all of it at compile time (`KernelShape.put`):
+What differs from stores, all but the second of it at compile time (`KernelShape.put`):
 
 * A put's source must lie in symmetric memory, so rows are staged: dispatched ones in `wire`, results in `results`.
   Nothing there is written before every rank has begun the call, so no peer's last put can still be on its way.
+* Where NVSHMEM reaches a peer by loads and stores (`peer_mapped`), a put's source may lie anywhere: a row is put from
+  where its token lies, a result from the epilogue's buffers in shared memory.
 * A row is one packet: the row, then its home. With stores the home is a word of another array.
 * Signals are 64-bit words. Only their lower halves are looked at, so waits are the same.
-* Consumers put what their block has just stored, a column tile of each row, where they would otherwise store it;
-  counting and signals are those of stores.
+* Consumers put where they would otherwise store; counting and signals are those of stores.
 * Results land by their place in the send list, not by route: there an owner's rows of an expert are neighbours, as they
-  are in its row tiles. Staged and landed they lie column tile by column tile, so that neighbours are one run of bytes.
-  A packet's end carries the place beside the home. In the fixed layout coordinates are neighbours by themselves.
+  are in its row tiles. Staged and landed they lie line by line of 128 bytes, in the swizzle of the epilogue's buffers:
+  neighbours are one run of bytes in all three. A packet's end carries the place beside the home. In the fixed layout
+  coordinates are neighbours by themselves.
 
 A put to a peer of the same host is a copy by this warp, 512 bytes to load, then to store, one step after the other: 1
-us a step where the bytes come from L2, a tenth of that from L1. So what is more than a step is asked for in one go
-before it is put (`touch`). The puts' completion takes 10 us while rows are on their way, and a signal has to wait for
-it: what lands side by side goes in one put, a unit of rows has one `quiet` and a signal for each row tile, a column
-tile of results has one.
+us a step where the bytes come from L2, a tenth of that from L1 or shared memory. So what is more than a step and lies
+in global memory is asked for in one go before it is put (`touch`). The puts' completion takes 10 us while rows are on
+their way, and a signal has to wait for it: what lands side by side goes in one put, a unit of rows has one `quiet` and
+a signal for each row tile, a column tile of results has one.
 
-Who puts has the bytes from its own SM: a warp stages its unit itself, and results come from consumers of the same
-block. So a barrier orders them before the put's loads, and L1 holds no older version of them. NVSHMEM has the fence
-that a network adapter needs. NVSHMEM's functions are called, not inlined: with such calls the compiler waits for each
-wgmma and gives all warps 168 registers. Products are as fast as without, for two warpgroups take turns.
+Who puts has the bytes from its own SM, or they are tokens, which nothing writes meanwhile: a warp stages its unit
+itself, and results come from consumers of the same block. So a barrier orders them before the put's loads, and L1 holds
+no older version of them. NVSHMEM has the fence that a network adapter needs. NVSHMEM's functions are called, not
+inlined: with such calls the compiler waits for each wgmma and gives all warps 168 registers. Products are as fast as
+without, for two warpgroups take turns.
 """
 
 import cutlass
@@ -35,7 +38,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass._mlir.dialects.cute import PtrType
 from cutlass.base_dsl.typing import get_mlir_types
 
-from moe_fast.kernel.constants import HOME_BITS, PACKET_TAIL, TILE_ROWS
+from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, PACKET_TAIL, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     PUT_RESULTS,
@@ -46,10 +49,11 @@ from moe_fast.kernel.signals import (
     arrived_word,
     back_word,
     buffer_tile,
-    column_bytes,
     fetch_add,
     gmem,
     home_of,
+    in_lines,
+    landed_rows,
     landing_of,
     read,
     returned_word,
@@ -57,6 +61,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     staged_at,
     tile_at_home,
+    tile_lines,
 )
 from moe_ref.layout import ceil_div
 
@@ -68,8 +73,10 @@ GROUPS = TILE_ROWS // 32
 """Rows of a tile that a lane knows: its own of every 32."""
 PIECE_BYTES = 8192
 """What a warp asks for before it puts it: two warps of an SM do so, and 28 KB are left for L1."""
-RESULT_PIECE_BYTES = 2048
+RESULT_PIECE_BYTES = 4096
 """The same of results, which eight warps of an SM put at one time."""
+IN_PLACE_BYTES, TOGETHER = 4096, 2
+"""What a warp asks for of a row that it puts from where it lies, of so many rows together."""
 STEP_BYTES = 512
 """What a put copies in one step: asking for it first would only be a step more."""
 HOME_BYTES = 16
@@ -94,14 +101,14 @@ class DeviceLibrary(cute.BitCode):
 
 
 class GlobalPointer:
-    """A pointer to global memory as an extern's parameter."""
+    """A pointer to global memory, or to any, as an extern's parameter."""
 
-    def __init__(self, dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype, space=cute.AddressSpace.gmem) -> None:
+        self.dtype, self.space = dtype, space
 
     def __get_mlir_types__(self):
         # natural alignment, as `gmem` makes pointers
-        return [PtrType.get(self.dtype.mlir_type, cute.AddressSpace.gmem, self.dtype.width // 8)]
+        return [PtrType.get(self.dtype.mlir_type, self.space, self.dtype.width // 8)]
 
     def isinstance(self, value) -> bool:
         return get_mlir_types(value) == self.__get_mlir_types__()
@@ -120,7 +127,17 @@ def nvshmem_put_signal(
 
 
 @cute.extern(name="nvshmemx_int32_put_nbi_warp", source=DeviceLibrary())
-def nvshmem_put(target: GlobalPointer(Int32), source: GlobalPointer(Int32), words: Uint64, rank: Int32) -> None: ...
+def nvshmem_put(
+    target: GlobalPointer(Int32), source: GlobalPointer(Int32, cute.AddressSpace.generic), words: Uint64, rank: Int32
+) -> None: ...
+
+
+@cute.extern(name="nvshmem_uint64_p", source=DeviceLibrary())
+def nvshmem_put_word(target: GlobalPointer(Uint64), value: Uint64, rank: Int32) -> None: ...
+
+
+@cute.extern(name="nvshmem_ptr", source=DeviceLibrary())
+def nvshmem_ptr(address: GlobalPointer(Int32), rank: Int32) -> Int64: ...
 
 
 @cute.extern(name="nvshmem_quiet", source=DeviceLibrary())
@@ -159,11 +176,8 @@ def put_rows(
     """
     pitch = k.row_pitch
     valid = lane < count
-    tile = row // TILE_ROWS
     before = cute.arch.shuffle_sync_up(row, 1, mask_and_clamp=0)
     heads = cute.arch.vote_ballot_sync(valid and (lane == 0 or row != before + 1))
-    # rows of a tile that aren't neighbours in the unit have a signal for each stretch
-    tiles = cute.arch.vote_ballot_sync(valid and (lane == 0 or tile != before // TILE_ROWS))
     staged = a.heap + a.wire_at + Int64(begin) * pitch
     landing = a.heap + a.rows_at + Int64(side) * a.rows * pitch
     r = Int32(0)
@@ -174,6 +188,48 @@ def put_rows(
         # what lies behind the last packet's home stays here
         put_run(target, source, (until - r) * pitch - (PACKET_TAIL - HOME_BYTES), destination, PIECE_BYTES, lane)
         r = until
+    signal_rows(k, a, side, destination, count, row, lane)
+
+
+@cute.jit
+def put_rows_in_place(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, count: Int32, source: Int64,
+    tail: Int64, row: Int32, lane: Int32,
+):  # fmt: skip
+    """`put_rows` for a peer that is mapped: nothing is staged. Of lane r, source: where row r lies; tail: the two words
+    behind it; row: where it lands.
+
+    A piece of each of several rows is asked for together.
+    """
+    row_bytes = k.hidden * k.element_size
+    piece = min(IN_PLACE_BYTES, row_bytes)
+    target = a.heap + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch
+    for first in range(0, count, TOGETHER):
+        until = min(first + TOGETHER, count)
+        for inside in range(0, row_bytes, piece):
+            part = min(row_bytes - inside, piece)
+            asked = [cute.arch.shuffle_sync(source, min(first + i, count - 1)) + inside for i in range(TOGETHER)]
+            touch(asked, part, piece, lane)
+            for r in range(first, until):
+                here, there = cute.arch.shuffle_sync(source, r), cute.arch.shuffle_sync(target, r)
+                nvshmem_put(gmem(there + inside), anywhere(here + inside), Uint64(part // 4), destination)
+    if lane < count:
+        nvshmem_put_word(gmem(target + row_bytes, Uint64), Uint64(tail), destination)
+    cute.arch.sync_warp()
+    signal_rows(k, a, side, destination, count, row, lane)
+
+
+@cute.jit
+def signal_rows(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, destination: Int32, count: Int32, row: Int32, lane: Int32
+):
+    """A whole warp, after its puts: tell every row tile how many rows it has got. row: of lane r, where row r lands.
+
+    Rows of a tile that aren't neighbours in the unit have a signal for each stretch.
+    """
+    tile = row // TILE_ROWS
+    before = cute.arch.shuffle_sync_up(tile, 1, mask_and_clamp=0)
+    tiles = cute.arch.vote_ballot_sync(lane < count and (lane == 0 or tile != before))
     nvshmem_quiet()
     cute.arch.sync_warp()
     if ((tiles >> lane) & 1) != 0:
@@ -213,8 +269,8 @@ def put_run(target: Int64, source: Int64, size: Int32, rank: Int32, piece: cutla
     while left > 0:
         part = min(left, Int32(piece))
         if part > STEP_BYTES:
-            touch(source, part, piece, lane)
-        nvshmem_put(gmem(target), gmem(source), Uint64(part // 4), rank)
+            touch((source,), part, piece, lane)
+        nvshmem_put(gmem(target), anywhere(source), Uint64(part // 4), rank)
         source += piece
         target += piece
         left -= piece
@@ -265,7 +321,6 @@ def put_results(
     that leave each warp takes an eighth, one after the other. Rows that are neighbours here and at home are one run.
     landings: `landings_of` the tile.
     """
-    width = column_bytes(k, column)
     first = buffer_tile(k, a, row_tile) * TILE_ROWS
     leaving, dealt, total = [], [], Int32(0)
     for i in cutlass.range_constexpr(GROUPS):
@@ -289,6 +344,8 @@ def put_results(
         number = dealt[i] + cute.arch.popc(leaving[i] & ((1 << lane) - 1))
         mine = ((leaving[i] >> lane) & 1) != 0 and number >= begin and number < end
         starts.append(Int32(cute.arch.vote_ballot_sync(mine and (number == begin or not follows))))
+    per_tile = tile_lines(k)
+    lines = min(Int32(per_tile), k.hidden // k.line - column * per_tile)
     # from the last run to the first: where one begins, the one before has ended
     for step in cutlass.range_constexpr(GROUPS):
         i = GROUPS - 1 - step
@@ -298,12 +355,86 @@ def put_results(
         while bits != 0:
             r = highest(bits)
             number = dealt[i] + Int32(cute.arch.popc(leaving[i] & ((1 << r) - 1)))
-            put_run(
-                cute.arch.shuffle_sync(target, r), a.heap + staged_at(k, a, row_tile * TILE_ROWS + i * 32 + r, column),
-                (end - number) * width, cute.arch.shuffle_sync(owner, r), RESULT_PIECE_BYTES, lane,
-            )  # fmt: skip
+            there, owned = cute.arch.shuffle_sync(target, r), cute.arch.shuffle_sync(owner, r)
+            here = a.heap + staged_at(k, a, row_tile * TILE_ROWS + i * 32 + r, column)
+            for line in range(lines):
+                put_run(
+                    there + in_lines(landed_rows(k, a), 0, line), here + in_lines(TILE_ROWS, 0, line),
+                    (end - number) * LINE_BYTES, owned, RESULT_PIECE_BYTES, lane,
+                )  # fmt: skip
             end = number
             bits = bits ^ (1 << r)
+
+
+def peer_mapped(a, rank):
+    """Whole warp: whether NVSHMEM reaches a peer by loads and stores. Only then may a put's source lie anywhere."""
+    return cute.arch.vote_all_sync(Int64(nvshmem_ptr(gmem(a.heap), rank)) != 0)
+
+
+@cute.jit
+def peers_mapped(k: cutlass.Constexpr[KernelShape], a: Args) -> Boolean:
+    """Whole warp: `peer_mapped` of every peer."""
+    mapped = Boolean(True)
+    for i in range(1, k.ranks):
+        mapped = peer_mapped(a, (a.rank + i) % k.ranks) and mapped
+    return mapped
+
+
+@cute.jit
+def runs_of_warp(k: cutlass.Constexpr[KernelShape], home: Int32, leaves: Boolean, lane: Int32) -> tuple[Int32, Int32]:
+    """Of the 16 rows of a consumer warp, of which lane l knows row l % 16: where runs begin of rows that leave and are
+    neighbours at home, and where they end. home: `landing_of` the row."""
+    before = cute.arch.shuffle_sync_up(home, 1, mask_and_clamp=0)
+    follows = home == before + 1
+    if cutlass.const_expr(k.fixed):
+        follows = home >> HOME_BITS == before >> HOME_BITS
+    some = Int32(cute.arch.vote_ballot_sync(leaves))
+    heads = Int32(cute.arch.vote_ballot_sync(lane == 0 or not follows))
+    return some & heads & 0xFFFF, heads | ~some | (1 << 16)
+
+
+@cute.jit
+def put_lines(
+    k: cutlass.Constexpr[KernelShape], column: Int32, first: cutlass.Constexpr, put: tuple, memory: cute.Pointer,
+    thread: Int32,
+):  # fmt: skip
+    """A consumer warp puts two lines of its 16 rows, from number `first` of column tile `column` on, from the epilogue
+    buffers (of its group, 64 rows each, the second one 128 rows on).
+
+    put: where runs begin and end (`runs_of_warp`); of lane l the owner of row l % 16 and the address of its column
+    tile's first line there; bytes from one line to the next.
+    """
+    starts, ends, owner, target, step = put
+    source = generic_address(memory + thread % 128 // 32 * (16 * k.line))
+    for b in range(2):
+        bits = starts
+        if cutlass.const_expr(k.hidden % TILE_COLUMNS != 0):
+            if column * tile_lines(k) + first + b >= k.hidden // k.line:
+                bits = Int32(0)
+        while bits != 0:
+            r = lowest(bits)
+            bits = bits & (bits - 1)
+            nvshmem_put(
+                gmem(cute.arch.shuffle_sync(target, r) + Int64(step) * (first + b)),
+                anywhere(source + (b * (TILE_ROWS * LINE_BYTES) + r * LINE_BYTES)),
+                Uint64((next_bit(ends, r, Int32(16)) - r) * (LINE_BYTES // 4)), cute.arch.shuffle_sync(owner, r),
+            )  # fmt: skip
+
+
+def generic_address(pointer):
+    """Address, in all of memory, of a place in shared memory."""
+    place = Int32(pointer.toint())
+    return Int64(
+        llvm.inline_asm(
+            Int64.mlir_type, [place.ir_value()], "{ .reg .u64 t; cvt.u64.u32 t, $1; cvta.shared.u64 $0, t; }", "=l,r",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )  # fmt: skip
+
+
+def anywhere(address):
+    """Pointer to words at an address that may be one of shared memory."""
+    return cute.make_ptr(Int32, address, cute.AddressSpace.generic, assumed_align=4)
 
 
 @cute.jit
@@ -353,15 +484,17 @@ def count_put(
 
 
 @cute.jit
-def touch(source: Int64, size: Int32, most: cutlass.Constexpr, lane: Int32):
-    """A whole warp: have `size` bytes (a multiple of 16, at most `most`) brought into L1, for the put that follows.
+def touch(sources, size: Int32, most: cutlass.Constexpr, lane: Int32):
+    """A whole warp: have `size` bytes (a multiple of 16, at most `most`) from each of the sources on brought into L1,
+    for the puts that follow.
 
     A put's loop has one load of a lane on its way and waits for it; here all are on their way together.
     """
     seen = Int32(0)
     values = []
-    for i in cutlass.range_constexpr(most // WARP_BYTES):
-        values.append(read(source + Int64(min((i * 32 + lane) * SECTOR_BYTES, size - 4)), 0))
+    for source in sources:
+        for i in cutlass.range_constexpr(ceil_div(most, WARP_BYTES)):
+            values.append(read(source + Int64(min((i * 32 + lane) * SECTOR_BYTES, size - 4)), 0))
     for value in values:
         seen = seen | value
     await_values(seen)

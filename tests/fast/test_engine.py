@@ -136,7 +136,8 @@ def test_what_a_call_by_tokens_leaves_behind(ranks: list[int]) -> None:
 
 @pytest.mark.parametrize("layout", ["compact", "fixed"])
 def test_results_that_were_put_are_read_back_by_route(layout) -> None:
-    """They lie column tile by column tile: in the order of the send list, in the fixed layout slot by slot."""
+    """They lie line by line, pieces of 16 bytes as in the owner's tile: in the order of the send list, in the fixed
+    layout slot by slot."""
     hidden, tokens, side = 576, 50, 1
     config = MoEConfig(
         hidden=hidden, intermediate=64, experts=4, top_k=2, dtype="float16", layout=layout, max_tokens=64, tile_rows=128
@@ -161,12 +162,14 @@ def test_results_that_were_put_are_read_back_by_route(layout) -> None:
     first = ((1 * 2 + 1) * 2) * side_rows if shape.fixed else 0
     for route in (~masked).nonzero().flatten().tolist():
         row = first + int(where[route])
-        own("where")[route] = row
+        twist = row % 8 if shape.fixed else route % 8
+        own("where")[route] = row if shape.fixed else row | twist << 26
         row += side * (side_rows if shape.fixed else block)
-        for column in range(0, hidden, 256):
-            width = min(256, hidden - column)
-            at = row // block * block * pitch + block * column + row % block * width
-            flat[at : at + width] = want[route, column : column + width]
+        for line in range(0, hidden, 64):
+            at = row // block * block * pitch + block * line + row % block * 64
+            for piece in range(8):
+                lies = at + (piece ^ twist) * 8
+                flat[lies : lies + 8] = want[route, line + piece * 8 : line + piece * 8 + 8]
     got = engine.buffers(tokens).returned_NH
     assert got is not None
     assert torch.equal(got[~masked], want[~masked])

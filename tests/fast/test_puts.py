@@ -28,17 +28,18 @@ ROWS, TOKENS = 512, 64
 PUT_ROWS, PUT_RESULTS = 4, 5
 SOURCES = {
     "signals": (
-        "arrived_word", "back_word", "buffer_tile", "home_of", "home_row", "landing_of", "column_bytes", "in_tiles",
+        "arrived_word", "back_word", "buffer_tile", "home_of", "home_row", "landing_of", "tile_lines", "in_lines",
         "staged_at", "landed_rows", "tile_at_home",
     ),
     "transport": (
-        "put_rows", "put_run", "next_bit", "lowest", "highest", "homes_of", "landings_of", "put_results", "count_put",
-        "touch", "SIGNAL_ADD", "WARPS", "GROUPS", "PIECE_BYTES", "RESULT_PIECE_BYTES", "STEP_BYTES", "HOME_BYTES",
-        "SECTOR_BYTES", "WARP_BYTES",
+        "put_rows", "put_rows_in_place", "signal_rows", "put_run", "next_bit", "lowest", "highest", "homes_of",
+        "landings_of", "put_results", "runs_of_warp", "put_lines", "count_put", "touch", "SIGNAL_ADD", "WARPS",
+        "GROUPS", "PIECE_BYTES", "RESULT_PIECE_BYTES", "TOGETHER", "STEP_BYTES", "HOME_BYTES", "SECTOR_BYTES",
+        "WARP_BYTES",
     ),
     "dispatch": ("push_unit", "push_own", "boost_rows", "VECTOR_BYTES"),
     "gemm": ("home_address",),
-    "combine": ("result_at_home",),
+    "combine": ("result_at_home", "PIECES"),
     "plan": ("list_routes", "routes_per_thread", "starts_of", "tiles_per_part", "place_of"),
 }  # fmt: skip
 """Of each file of the kernel what is run here."""
@@ -58,6 +59,7 @@ class Warp:
         self.counters: Counter[int] = Counter()
         self.touched: set[int] = set()
         self.asked_first = False
+        self.shared_at = 0
         self.names = self._names()
 
     def run(self, function: str, *arguments, lanes: dict[int, np.ndarray] | None = None) -> None:
@@ -108,6 +110,10 @@ class Warp:
             self.heaps[rank][target : target + size] = self.heaps[RANK][source : source + size]
             self.log.append(("put", size))
         self.together(None)
+
+    def _put_word(self, target: int, value: int, rank: int) -> None:
+        assert rank != RANK
+        self.heaps[rank][target : target + 8].view(np.int64)[0] = value
 
     def _quiet(self) -> None:
         self.together(None)
@@ -176,7 +182,11 @@ class Warp:
             "next_target": lambda last, rows: last + rows,
             "PlanWord": constants.PlanWord,
             "await_values": lambda value: None,
-            "nvshmem_put": self._put, "nvshmem_quiet": self._quiet, "nvshmem_signal": self._signal,
+            "nvshmem_put": self._put, "nvshmem_put_word": self._put_word, "anywhere": lambda address: address,
+            "peer_mapped": lambda a, rank: a.mapped,
+            # shared memory is played by a part of the heap; pointers into it count elements
+            "generic_address": lambda place: self.shared_at + place * self.k.element_size,
+            "nvshmem_quiet": self._quiet, "nvshmem_signal": self._signal,
             "add_signal": self._add_signal,
             "add": lambda control, index, value, scope: control.update({index: value}),
             "fetch_add": self._fetch_add,
@@ -196,6 +206,7 @@ class Warp:
                     found = node.name
                 elif isinstance(node, ast.Assign):
                     target = node.targets[0]
+                    # the last of several names tells them
                     found = ast.unparse(target).strip("()").split(",")[-1].strip()
                 else:
                     continue
@@ -227,7 +238,7 @@ def machine(k: KernelShape, **more) -> tuple[Warp, SimpleNamespace]:
     warp = Warp(k, heaps)
     a = SimpleNamespace(
         heap=0, rows=ROWS, max_tokens=TOKENS, rank=RANK, control=warp.control, counters=warp.counters, aborted=False,
-        tile_at=None, slot_capacity=ROWS // k.slots, **at, **more,
+        mapped=False, tile_at=None, slot_capacity=ROWS // k.slots, **at, **more,
     )  # fmt: skip
     return warp, a
 
@@ -280,9 +291,14 @@ def test_staged_packets_land_in_runs_with_a_signal_for_each_tile(hidden, dtype, 
     assert warp.control == {PUT_ROWS: count}
 
 
-def in_column_tiles(rows: np.ndarray, width: int) -> np.ndarray:
-    """Rows of bytes as one string, column tile by column tile."""
-    return np.concatenate([rows[:, c : c + width].reshape(-1) for c in range(0, rows.shape[1], width)])
+def in_lines(rows: np.ndarray) -> np.ndarray:
+    """Rows of bytes as one string, line by line of 128 bytes."""
+    return np.concatenate([rows[:, c : c + 128].reshape(-1) for c in range(0, rows.shape[1], 128)])
+
+
+def from_lines(lines: np.ndarray, rows: int) -> np.ndarray:
+    """The rows of which `in_lines` made a string."""
+    return lines.reshape(-1, rows, 128).transpose(1, 0, 2).reshape(rows, -1)
 
 
 def runs_of(owners: np.ndarray, places: np.ndarray) -> list[tuple[int, int]]:
@@ -358,18 +374,14 @@ def test_column_tiles_of_remote_rows_go_home_and_the_last_block_signals(hidden, 
             assert sum(sizes) == sum(rows for one, rows in runs if one == consumer) * bytes_each
             puts += sizes
         piece = warp.names["RESULT_PIECE_BYTES"]
-        assert len(puts) == sum(-(-rows * bytes_each // piece) for _, rows in runs)
+        assert len(puts) == sum(-(-rows * 128 // piece) for _, rows in runs) * (bytes_each // 128)
         warp.log.clear()
         warp.run("count_put", k, a, side, row_tile, column, filled, True)
         kinds = [entry[0] for entry in warp.log]
         assert kinds == ["quiet"] * (remote > 0) + ["signal"] * (0 if column else filled)
     expected = before.copy()
     staged = before[RANK][a.results_at + row_tile * 128 * row_bytes :][: 128 * row_bytes]
-    results = np.zeros((128, row_bytes), np.uint8)
-    for r, c in np.ndindex(128, k.columns1):
-        bytes_each = min(width, row_bytes - c * width)
-        results[r, c * width :][:bytes_each] = staged[128 * c * width + r * bytes_each :][:bytes_each]
-    assert (in_column_tiles(results, width) == staged).all()
+    results = from_lines(staged, 128)
     # a block of results at home, row by row
     block = a.slot_capacity if k.fixed else routes_here
     for owner in {0, 1, 2} - {RANK}:
@@ -379,14 +391,10 @@ def test_column_tiles_of_remote_rows_go_home_and_the_last_block_signals(hidden, 
             # L[source, 0, side, slot, index] comes back as L[owner, 1, side, slot, index]
             there = side * ROWS + first + ((RANK - owner) * 2 + 1) * 2 * ROWS
             start, inside = a.rows_at + there // block * block * pitch, there % block + np.arange(128)
-        home = np.zeros((block, row_bytes), np.uint8)
-        for c in range(k.columns1):
-            bytes_each = min(width, row_bytes - c * width)
-            tile = before[owner][start + block * c * width :][: block * bytes_each].reshape(block, bytes_each)
-            home[:, c * width :][:, :bytes_each] = tile
+        home = from_lines(before[owner][start : start + block * row_bytes], block)
         mine = np.flatnonzero(own == owner)
         home[inside[mine]] = results[mine]
-        expected[owner][start : start + block * row_bytes] = in_column_tiles(home, width)
+        expected[owner][start : start + block * row_bytes] = in_lines(home)
     for r in range(filled):
         back = expected[owners[r]][a.back_at :][: 2 * TOKENS * 8].view(np.int64)
         back[side * TOKENS + routes[r] // k.top_k] += 1
@@ -394,18 +402,103 @@ def test_column_tiles_of_remote_rows_go_home_and_the_last_block_signals(hidden, 
     assert warp.control == {PUT_RESULTS: remote}
     # what the combine reads at home is what was computed
     for r in range(0, filled, 5):
-        where, side_at = [int(places[r])] * k.top_k, a.returned_at + side * routes_here * row_bytes
+        twist = (first + r) % 8
+        where, side_at = [int(places[r]) | twist << 26] * k.top_k, a.returned_at + side * routes_here * row_bytes
         if k.fixed:
             row = first + r + ((RANK - owners[r]) * 2 + 1) * 2 * ROWS
             where = [int(row % block)] * 2 + [int(row // block * block)] * 2
             side_at = a.rows_at + side * ROWS * pitch
         for inside in range(0, row_bytes, 16):
             at = warp.names["result_at_home"](k, a, side_at, None, where, 1, inside % 512, inside // 512 * 512)
+            lies = inside // 128 * 128 + ((inside // 16 ^ twist) % 8) * 16
             if owners[r] != RANK:
-                assert (warp.heaps[owners[r]][at : at + 16] == results[r, inside : inside + 16]).all()
-            elif inside % width == 0:
+                assert (warp.heaps[owners[r]][at : at + 16] == results[r, lies : lies + 16]).all()
+            elif lies % width == 0:
                 arguments = (k, a, side, (RANK << 26) | int(places[r]), True, None, row_tile * 128 + r, first + r)
-                assert warp.names["home_address"](*arguments, inside // width) == at, "where it is stored at home"
+                assert warp.names["home_address"](*arguments, lies // width) == at, "where it is stored at home"
+
+
+@pytest.mark.parametrize("order", ["neighbours", "scattered", "none leaves"])
+@pytest.mark.parametrize(
+    ("hidden", "layout", "filled"), [(512, "compact", 16), (320, "compact", 11), (448, "fixed", 16)]
+)
+def test_a_warp_puts_the_lines_of_its_rows_from_shared_memory(hidden, layout, filled, order):
+    """Of its 16 rows those of other ranks, a run of neighbours in one go, to where the combine looks for them."""
+    k = shape_of(hidden, layout=layout)
+    warp, a = machine(k)
+    side, first, column, rng = 1, 256 + 48, k.columns1 - 1, np.random.default_rng(filled)
+    routes_here, row_bytes = TOKENS * k.top_k, hidden * 2
+    places = rng.permutation(routes_here)[:16]
+    owners = rng.integers(0, RANKS, 16)
+    if order == "neighbours":
+        owners = np.repeat([0, 1, RANK], [7, 3, 6])
+        places = np.concatenate([np.arange(7) + 7, np.arange(3) + 9, np.arange(6) + 12])
+        places[4:7] += 3
+    elif order == "none leaves":
+        owners = np.full(16, RANK)
+    if k.fixed:
+        owners = np.full(16, RANK if order == "none leaves" else 1)
+    home = np.tile((owners << 26) | places, 2)
+    leaves = (np.arange(32) % 16 < filled) & (home >> 26 != RANK)
+    # two buffers of 128 rows of a line; this warp's rows lie in the first group's, as the third of four warps
+    warp.shared_at = a.wire_at
+    shared = warp.heaps[RANK][a.wire_at : a.wire_at + 2 * 128 * 128].reshape(2, 128, 128)[:, 32:48]
+    before, lines = warp.heaps.copy(), (k.hidden - column * 256) // 64
+
+    def share(k, a, pair, lane):
+        names, owner, row = warp.names, int(home[lane]) >> 26, first + lane % 16
+        starts, ends = names["runs_of_warp"](k, int(home[lane]), bool(leaves[lane]), lane)
+        target = names["tile_at_home"](k, a, side, owner, int(home[lane]) & 0x3FFFFFF, row, column)
+        put = (starts, ends, owner, target, names["landed_rows"](k, a) * 128)
+        names["put_lines"](k, column, pair * 2, put, 0, 64 + lane)
+
+    warp.names["share"] = share
+    expected = before.copy()
+    for pair in range(2):
+        shared[:] = rng.integers(0, 256, shared.shape)
+        warp.run("share", k, a, pair)
+        for c in range(pair * 2, min(pair * 2 + 2, lines)):
+            for r in np.flatnonzero(leaves[:16]):
+                start, place, block = a.returned_at + side * routes_here * row_bytes, places[r], routes_here
+                if k.fixed:
+                    block, there = a.slot_capacity, side * ROWS + first + r + ((RANK - owners[r]) * 2 + 1) * 2 * ROWS
+                    start, place = a.rows_at + there // block * block * k.row_pitch, there % block
+                at = start + block * 128 * (column * 4 + c) + place * 128
+                expected[owners[r]][at : at + 128] = shared[c % 2, r]
+    expected[RANK] = warp.heaps[RANK]
+    assert (warp.heaps == expected).all()
+    mine = np.flatnonzero(leaves[:16])
+    begun = [r for r in mine if r == 0 or not leaves[r - 1] or (home[r] != home[r - 1] + 1 and not k.fixed)]
+    assert len(warp.log) == len(begun) * lines
+    assert sum(entry[1] for entry in warp.log) == len(mine) * lines * 128
+
+
+@pytest.mark.parametrize(("hidden", "dtype"), [(64, "bfloat16"), (1472, "bfloat16"), (4160, "float32")])
+@pytest.mark.parametrize("count", [1, 7, 8])
+def test_rows_leave_from_where_they_lie_to_a_peer_that_is_mapped(hidden, dtype, count):
+    """Row and packet end land, nothing is staged, every byte is asked for first, and signals come last."""
+    k = shape_of(hidden, dtype)
+    side, begin, destination, rng = 1, 40, 0, np.random.default_rng(count)
+    starts = np.zeros(k.plan_parts * k.experts + RANKS + 1, int)
+    starts[k.plan_parts * k.experts :] = [begin] + [begin + count] * RANKS
+    send = np.zeros(TOKENS * k.top_k, np.int64)
+    routes, rows = rng.permutation(TOKENS * k.top_k)[:count], np.sort(rng.permutation(ROWS)[:count])
+    send[begin : begin + count] = routes | (rows << 32)
+    warp, a = machine(k, list_start=starts, send=send)
+    a.mapped, warp.asked_first = True, True
+    expected, row_bytes = warp.heaps.copy(), hidden * k.element_size
+    for place, (route, row) in enumerate(zip(routes, rows, strict=True), begin):
+        at, source = a.rows_at + (side * ROWS + row) * k.row_pitch, a.x + route // k.top_k * row_bytes
+        expected[destination][at : at + row_bytes] = expected[RANK][source : source + row_bytes]
+        words = expected[destination][at + row_bytes : at + row_bytes + 8].view(np.int32)
+        words[:] = (RANK << constants.HOME_BITS) | np.array([route, place])
+    tiles = np.bincount(rows // 128, minlength=ROWS // 128)
+    signals_of(k, expected[destination], a.arrived_at, side, ROWS // 128)[:] += tiles
+    warp.run("push_unit", k, a, side, destination, 0, 8)
+    assert (warp.heaps == expected).all()
+    kinds = [entry[0] for entry in warp.log]
+    assert kinds == ["put"] * kinds.count("put") + ["quiet"] + ["signal"] * np.count_nonzero(tiles)
+    assert warp.control == {PUT_ROWS: count}
 
 
 def test_every_route_finds_its_place_again():
@@ -417,7 +510,7 @@ def test_every_route_finds_its_place_again():
     starts, noise = np.cumsum(each) - each, -7
     warp, a = machine(
         k, tokens=TOKENS, expert=expert, index=[int((expert[:r] == expert[r]).sum()) for r in range(count)],
-        histogram=np.zeros(6, int), list_start=np.tile(starts, k.plan_parts), row_shift=np.arange(6) * 1000,
+        histogram=np.zeros(6, int), list_start=np.tile(starts, k.plan_parts), row_shift=np.arange(6) * 1003,
         send=np.full(count, noise), where=np.full(count, noise),
     )  # fmt: skip
     # this side's targets, one word a token
@@ -429,7 +522,9 @@ def test_every_route_finds_its_place_again():
     assert (a.where[~kept] == noise).all()
     assert (a.send[kept.sum() :] == noise).all()
     order = np.argsort(expert, kind="stable")[(~kept).sum() :]
-    assert (a.where[order] == np.arange(kept.sum())).all()
+    # its row there is 1003 e further: how the pieces of its lines lie comes from that
+    place = np.arange(kept.sum())
+    assert (a.where[order] == place | ((place + expert[order] * 1003) % 8 << 26)).all()
     assert (a.send[: kept.sum()] & 0xFFFFFFFF == order).all()
 
 
