@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from moe_fast import backend, call, compiler, engine, unfused
+from moe_fast import backend, call, compiler, engine, engine_choice, unfused
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import heap_regions
@@ -138,7 +138,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     properties = SimpleNamespace(multi_processor_count=132)
     with (
         mock.patch.object(backend.FusedBackend, "unavailable", return_value=None),
-        mock.patch.object(backend, "_find_engines", find),
+        mock.patch.object(engine_choice, "_find_engines", find),
         mock.patch.object(engine.compiler, "load", return_value=function),
         mock.patch.object(engine.torch, "zeros", unpinned),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
@@ -146,4 +146,4 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
         mock.patch.object(call, "_raw_stream", ({None: 7} if stream is None else stream).get),
     ):
         yield
-    backend._last.clear()
+    engine_choice._last.clear()

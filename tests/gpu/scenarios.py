@@ -32,7 +32,7 @@ import harness
 import one_gpu
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
-from moe_fast import backend, compiler, unfused
+from moe_fast import backend, compiler, engine_choice, unfused
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel import carry
 
@@ -903,7 +903,7 @@ def slow_start() -> dict:
         start = time.perf_counter()
         one(torch.ones(64, one.config.hidden, device="cuda", dtype=one.config.torch_dtype))
         took = time.perf_counter() - start
-        backend.check_errors()
+        engine_choice.check_errors()
     finally:
         compiler.load = load
         os.environ.pop("MOE_REF_DEADLINE_S")
@@ -968,7 +968,7 @@ def train_scheduled() -> dict:
         g = torch.Generator(device="cuda").manual_seed(rank)
         errors: dict[str, float] = {}
         for layer in training.layers.values():
-            assert backend.engine_for(layer).shape.placed
+            assert engine_choice.engine_for(layer).shape.placed
             sizes = [(100 + 50 * p, layer.config.hidden) for p in world.local_ranks]
             xs = [torch.randn(size, device="cuda", generator=g).to(layer.config.torch_dtype) for size in sizes]
             report = compare("fused", "ref", layer, xs)
@@ -1018,7 +1018,7 @@ def families() -> dict:
         assert errors["between"] <= harness.TOLERANCE[torch.bfloat16] + errors["library"], (name, errors)
         out[name] = {"tokens": x.shape[1], **{k: float(f"{v:.3g}") for k, v in errors.items()}}
         del block, exact, layer
-        backend.close_engines()
+        engine_choice.close_engines()
     return out
 
 
