@@ -12,7 +12,10 @@ from torch.autograd.function import once_differentiable
 from moe_fast import unfused
 from moe_fast.engine import Engine
 from moe_fast.launching import launch, launch_together, quota_on
+from moe_fast.layers import group_of, is_placed
 from moe_fast.local_ranks import LocalRanks
+from moe_fast.routes import make_routes
+from moe_fast.weights import ChainWeights
 from moe_ref.balance.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,12 +41,12 @@ class FusedFunction(torch.autograd.Function):
     ) -> Tensor:
         x, weight, *parameters = _spread(present, there)
         quota = None if plan is None else quota_on(plan, x.device)
-        y = launch(engine, layer, unfused.ChainWeights(*parameters), x, ids, weight, quota)
+        y = launch(engine, layer, ChainWeights(*parameters), x, ids, weight, quota)
         # the choice is remembered, not recomputed: a tie could fall otherwise in other arithmetic
         chosen = kept = ids
         if chosen is None or kept is None or engine.shape.drops:
             chosen, kept = engine.readback.expert_ids(x.shape[0])
-        ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
+        ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, is_placed(layer)
         ctx.there = there
         ctx.save_for_backward(chosen, kept, *present)
         return y
@@ -56,7 +59,7 @@ class FusedFunction(torch.autograd.Function):
         needed = [t.detach().requires_grad_(True) for t in saved]
         with torch.enable_grad():
             x, weight, *parameters = _spread(needed, ctx.there)
-            y = _recompute(ctx, chosen, kept, x, weight, parameters, unfused.group_of(ctx.layer))
+            y = _recompute(ctx, chosen, kept, x, weight, parameters, group_of(ctx.layer))
         return (None,) * 5 + torch.autograd.grad(y, needed, grads[0], allow_unused=True)
 
 
@@ -80,12 +83,12 @@ class TogetherFunction(torch.autograd.Function):
         ctx.count = count = len(engines.engines)
         tensors = _spread(present, there)
         xs, weights = tensors[:count], tensors[count : 2 * count]
-        ys = launch_together(engines, layer, unfused.ChainWeights(*tensors[2 * count :]), xs, ids, weights, plan)
+        ys = launch_together(engines, layer, ChainWeights(*tensors[2 * count :]), xs, ids, weights, plan)
         chosen = kept = ids
         if chosen is None or kept is None or engines.shape.drops:
             pairs = [engine.readback.expert_ids(x.shape[0]) for engine, x in zip(engines.engines, xs, strict=True)]
             chosen, kept = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, unfused.is_placed(layer)
+        ctx.layer, ctx.given, ctx.plan, ctx.placed = layer, ids is not None, plan, is_placed(layer)
         ctx.there = there
         ctx.save_for_backward(torch.cat(chosen), torch.cat(kept), *present)
         return tuple(ys)
@@ -112,13 +115,13 @@ def _recompute(
     chain: tuple[int, int, Any],
 ) -> Tensor:
     """The forward by the unfused chain, with the routing that the kernel had. chain: its rank, ranks and group."""
-    layer, config, weights = ctx.layer, ctx.layer.config, unfused.ChainWeights(*parameters)
+    layer, config, weights = ctx.layer, ctx.layer.config, ChainWeights(*parameters)
     _, ranks, group = chain
     if weight is None:
         weight = unfused.weigh(*unfused.gate_scores(x, weights, config), chosen, config)
     # the forward's plan: the one that was handed in, or the same function of the same counts
     planner = (lambda counts_PE: ctx.plan or layer.make_plan(counts_PE)) if ctx.placed else None
-    routes = unfused.make_routes(kept, config, group, ranks, planner)
+    routes = make_routes(kept, config, group, ranks, planner)
     return unfused.compute(x, weight, routes, weights, config, group, ranks)
 
 

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from moe_fast import unfused
 from moe_fast.autograd import FusedFunction, TogetherFunction
 from moe_fast.engine_choice import engine_for
 from moe_fast.launching import in_kernel, launch, launch_together, plan_first, quota_on
+from moe_fast.layers import is_placed, no_device
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.record import FusedRecord, fill_record
+from moe_fast.weights import ChainWeights, layer_weights
 from moe_ref.balance.plan import Plan
 from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.gate import Routing
@@ -46,7 +47,7 @@ class FusedBackend:
 
     def unavailable(self) -> str | None:
         """Why it can't run here: no Hopper GPU, or the extra isn't installed."""
-        reason = unfused.no_device()
+        reason = no_device()
         if reason:
             return reason
         major, minor = torch.cuda.get_device_capability()
@@ -67,7 +68,7 @@ class FusedBackend:
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
     ) -> Record:
         """See `moe_ref.backends.Backend`. With `keep` it waits for the device and copies every buffer."""
-        weights = unfused.layer_weights(layer)
+        weights = layer_weights(layer)
         engines = engine_for(layer, router=weights.router_EH)
         engine = engines.only
         if engine is None:
@@ -78,7 +79,7 @@ class FusedBackend:
         if routing is not None:
             _check_shapes(routing[0], layer, x)
             ids, weight = routing[0].expert_SK.contiguous(), routing[0].weight_SK
-        if unfused.is_placed(layer) and not in_kernel(layer):
+        if is_placed(layer) and not in_kernel(layer):
             given = None if ids is None or weight is None else ([ids], [weight])
             (ids,), (weight,), plan = plan_first(layer, [x], *(given or (None, None)))
         inputs = (x, weight, *weights)
@@ -95,7 +96,7 @@ class FusedBackend:
 def _forward_together(
     engines: LocalRanks,
     layer: MoELayer,
-    weights: unfused.ChainWeights,
+    weights: ChainWeights,
     x_SH: Sequence[Tensor],
     routing: Sequence[Routing] | None,
     keep: bool,
@@ -109,7 +110,7 @@ def _forward_together(
         for one, x in zip(routing, xs, strict=True):
             _check_shapes(one, layer, x)
         ids, given = [one.expert_SK.contiguous() for one in routing], [one.weight_SK for one in routing]
-    if unfused.is_placed(layer) and not in_kernel(layer):
+    if is_placed(layer) and not in_kernel(layer):
         ids, given, plan = plan_first(layer, xs, ids, given)
     inputs = (*xs, *(given or [None] * len(xs)), *weights)
     present = [t for t in inputs if t is not None] if torch.is_grad_enabled() else []

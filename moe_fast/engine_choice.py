@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from moe_fast import unfused
 from moe_fast.blocks import blocks_per_rank
 from moe_fast.engine import Engine
 from moe_fast.heap import all_mapped, local_heaps, symmetric_heap
 from moe_fast.kernel.limits import unsupported, unsupported_wire
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.layers import check_layer
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.router import is_fp32_router
 from moe_ref.errors import UsageError
@@ -89,7 +89,7 @@ def _find_engines(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks
     world = layer.world
     ranks, group = world.num_ranks, world.group if isinstance(world, DistributedWorld) else None
     on_one_gpu = len(world.local_ranks) > 1
-    unfused.check_layer("fused", unsupported(layer.config, ranks))
+    check_layer("fused", unsupported(layer.config, ranks))
     device = layer.router.weight.device
     if device.type != "cuda":
         raise UsageError(f"the layer is on {device}; backend='fused' needs it on a CUDA device: layer.cuda()")
@@ -111,7 +111,7 @@ def _find_engines(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks
     elif transport == "auto":
         size = heap_regions(replace(shape, transport="put_signal"), layer.config.max_tokens)[1]
         shape = replace(shape, transport=choose_transport(device, ranks, group, size))
-        unfused.check_layer("fused", unsupported_wire(layer.config, ranks, shape.transport))
+        check_layer("fused", unsupported_wire(layer.config, ranks, shape.transport))
     key = (shape, layer.config.max_tokens, device, id(group), on_one_gpu)
     if key not in _engines:
         layer.world.agree("the fused kernel", f"{shape.name}, max_tokens={layer.config.max_tokens}")

@@ -1,4 +1,4 @@
-"""From a layer's call to its engines' launches: the plan, where the kernel doesn't make it, checked weights, arguments.
+"""From a layer's call to its engines' launches: the plan, where the kernel doesn't make it, and the arguments.
 
 Letters: E experts, P ranks, D replicas of an expert.
 """
@@ -16,8 +16,8 @@ from moe_fast import unfused
 from moe_fast.engine import Engine
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.router import router_operand
+from moe_fast.weights import ChainWeights, check_weights, layer_weights
 from moe_ref.balance.plan import Plan
-from moe_ref.errors import UsageError
 
 if TYPE_CHECKING:
     from moe_ref.layer import MoELayer
@@ -38,7 +38,7 @@ def plan_first(
     """
     config = layer.config
     if ids is None or weights is None:
-        routed = [unfused.gate(x, unfused.layer_weights(layer), config) for x in xs]
+        routed = [unfused.gate(x, layer_weights(layer), config) for x in xs]
         ids, weights = [one for one, _ in routed], [weight for _, weight in routed]
     counts = []
     for x, one in zip(xs, ids, strict=True):
@@ -50,34 +50,10 @@ def plan_first(
     return list(ids), list(weights), plan
 
 
-def check_weights(weights: unfused.ChainWeights, dtype: torch.dtype, device: torch.device) -> None:
-    """The kernel is handed addresses and believes what it was compiled for; a layer can be changed tensor by tensor.
-
-    Raises:
-        UsageError: a parameter of another dtype than the layer's (the router may be fp32), on another device, or not
-            contiguous; the message names it. The selection bias is copied if need be: it only has to be on the device.
-    """
-    for name, value in zip(unfused.ChainWeights._fields, weights, strict=True):
-        if value is None or (value.dtype is dtype and value.device == device and value.is_contiguous()):
-            continue
-        found, legal = value.dtype, (dtype, torch.float32) if name == "router_EH" else (dtype,)
-        if value.device != device:
-            problem, remedy = f"is on {value.device}, but x is on {device}", f".to({str(device)!r})"
-        elif name == "selection_bias_E":
-            continue
-        elif found not in legal:
-            problem, remedy = f"is {found} in a layer of {dtype}", f".to({dtype})"
-        elif not value.is_contiguous():
-            problem, remedy = "is not contiguous", ".contiguous()"
-        else:
-            continue
-        raise UsageError(f"parameter {name} {problem}; the kernel takes it as it lies in memory: {remedy}")
-
-
 def launch(
     engine: Engine,
     layer: MoELayer,
-    weights: unfused.ChainWeights,
+    weights: ChainWeights,
     x: Tensor,
     ids: Tensor | None,
     weight: Tensor | None,
@@ -115,7 +91,7 @@ def quota_on(plan: Plan, device: torch.device) -> Tensor:
 def launch_together(
     engines: LocalRanks,
     layer: MoELayer,
-    weights: unfused.ChainWeights,
+    weights: ChainWeights,
     xs: Sequence[Tensor],
     ids: Sequence[Tensor] | None,
     given: Sequence[Tensor | None] | None,
@@ -131,7 +107,7 @@ def launch_together(
     return ys
 
 
-def rank_weights(engines: LocalRanks, layer: MoELayer, weights: unfused.ChainWeights) -> list[unfused.ChainWeights]:
+def rank_weights(engines: LocalRanks, layer: MoELayer, weights: ChainWeights) -> list[ChainWeights]:
     """Parameters of each of several local ranks as its kernel takes them, slot after slot.
 
     A simulated world's layer holds all E experts: a rank's are a view of them where they are neighbours (experts in

@@ -18,11 +18,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from moe_fast import backend, call, compiler, engine, engine_choice, unfused
+from moe_fast import backend, call, compiler, engine, engine_choice
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.layers import group_of
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.router import is_fp32_router
 from moe_ref.layer import MoELayer
@@ -120,7 +121,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     engines: dict[tuple, LocalRanks] = {}
 
     def find(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks:
-        _, ranks, _ = unfused.group_of(layer)
+        _, ranks, _ = group_of(layer)
         config = layer.config
         shape = KernelShape.from_config(
             config, ranks, scheduler, fp32_router=is_fp32_router(layer), placement=layer.placement

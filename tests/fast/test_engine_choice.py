@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_fast import engine_choice, unfused
+from moe_fast import engine_choice
 from moe_fast.engine_choice import engine_for
-from moe_fast.launching import check_weights
+from moe_fast.weights import check_weights, layer_weights
 from moe_ref import MoEConfig, MoELayer
 from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
@@ -71,14 +71,14 @@ def test_weights_that_the_kernel_would_misread_are_refused(name: str) -> None:
     """A parameter that was changed alone, after the layer was made."""
     config = MoEConfig(32, 16, 4, 2, dtype="bfloat16", router_bias=True, selection_bias=True, shared_intermediate=16)
     layer = MoELayer(config)
-    check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+    check_weights(layer_weights(layer), torch.bfloat16, torch.device("cpu"))
     change, message = ODD[name]
     change(layer)
     with pytest.raises(UsageError, match=f"parameter {message}.*kernel takes it as it lies"):
-        check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+        check_weights(layer_weights(layer), torch.bfloat16, torch.device("cpu"))
 
 
 def test_a_router_in_fp32_is_no_odd_weight() -> None:
     layer = MoELayer(MoEConfig(32, 16, 4, 2, dtype="bfloat16"))
     layer.router.float()
-    check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+    check_weights(layer_weights(layer), torch.bfloat16, torch.device("cpu"))

@@ -35,6 +35,7 @@ from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 from moe_fast import backend, compiler, engine_choice, unfused
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel import carry
+from moe_fast.weights import ChainWeights
 
 
 def launcher(case: Case, inputs: harness.Inputs, **more):
@@ -398,7 +399,7 @@ def operations() -> dict:
     engine, inputs = engine_for(case), make_inputs(case)
     rank, ranks = rank_and_size()
     low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
-    weights = unfused.ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
+    weights = ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
     fused = launcher(case, inputs, out=torch.empty_like(inputs.x[rank]))
 
     def chain() -> None:
