@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from moe_fast import compiler
-from moe_fast.backend import DEFAULT_SCHEDULER
 from moe_fast.blocks import LEAST_BLOCKS
+from moe_fast.engine_choice import DEFAULT_SCHEDULER
 from moe_fast.heap import MINIMUM_NVSHMEM, check_version, device_problem
 from moe_ref.doctor import Check
 from moe_ref.errors import BackendUnavailable

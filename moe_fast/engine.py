@@ -1,6 +1,6 @@
 """One layer's kernel with its buffers: what a call needs, allocated once.
 
-The engine knows addresses and sizes, not layers: `backend.py` maps a `MoELayer` onto it.
+The engine knows addresses and sizes, not layers: `moe_fast.launching` maps a `MoELayer` onto it.
 
 Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P ranks, R rows of the dispatch buffer.
 """

@@ -14,9 +14,8 @@ Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,13 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_fast.layers import check_layer, group_of, is_placed, no_device
+from moe_fast.routes import Routes, make_routes
+from moe_fast.weights import ChainWeights, layer_weights
 from moe_ref.balance.plan import Plan
 from moe_ref.config import MoEConfig
-from moe_ref.dispatch import send_order
-from moe_ref.errors import UsageError
 from moe_ref.gate import Routing, group_mask
 from moe_ref.pipeline import Record
-from moe_ref.world import DistributedWorld
 
 if TYPE_CHECKING:
     from moe_ref.layer import MoELayer
@@ -85,22 +84,6 @@ def grouped_mm(rows_NH: Tensor, weight_XHD: Tensor, ends_X: Tensor) -> Tensor:
         return _library(rows_NH, weight_XHD, ends_X)
     ends = [0, *ends_X.tolist()]
     return torch.cat([rows_NH[ends[i] : ends[i + 1]] @ weight_XHD[i] for i in range(len(ends) - 1)])
-
-
-class ChainWeights(NamedTuple):
-    """Parameters of one rank, None where the layer has none: router [E, H] and its bias [E], up [X, U, H] and its bias
-    [X, U], down [X, H, D] and its bias [X, H], the shared expert's up [V, H], down [H, W] and gate [1, H]."""
-
-    router_EH: Tensor
-    up_XUH: Tensor
-    down_XHD: Tensor
-    selection_bias_E: Tensor | None = None
-    router_bias_E: Tensor | None = None
-    up_bias_XU: Tensor | None = None
-    down_bias_XH: Tensor | None = None
-    shared_up_VH: Tensor | None = None
-    shared_down_HW: Tensor | None = None
-    shared_gate_1H: Tensor | None = None
 
 
 def unsupported(config: MoEConfig) -> list[str]:
@@ -191,88 +174,6 @@ def shared_expert(x_SH: Tensor, weights: ChainWeights, config: MoEConfig) -> Ten
     return torch.sigmoid(F.linear(x_SH.float(), weights.shared_gate_1H.float())) * out_SH
 
 
-@dataclass
-class Routes:
-    """Where rows go, for one batch: integers only.
-
-    order_N: routes sorted by expert (masked ones left out); send, receive: rows per peer (host lists); arrange_N:
-    received rows into expert-major order; ends_X: int32 ends of the local experts; counts_PE: on the host; plan: where
-    experts have replicas.
-    """
-
-    order_N: Tensor
-    send: list[int]
-    receive: list[int]
-    arrange_N: Tensor | None
-    ends_X: Tensor
-    counts_PE: np.ndarray
-    plan: Plan | None = None
-
-
-def local_experts(config: MoEConfig, rank: int, ranks: int) -> tuple[int, int]:
-    """First and last + 1 expert of a rank: blocks, the first E mod P ranks hold one more."""
-    base, extra = divmod(config.experts, ranks)
-    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
-
-
-def make_routes(
-    expert_SK: Tensor,
-    config: MoEConfig,
-    group: Any = None,
-    ranks: int = 1,
-    planner: Callable[[np.ndarray], Plan] | None = None,
-) -> Routes:
-    """Sort routes by expert and agree on the splits; asks the host once (three times with several ranks).
-
-    planner: from the gathered counts to a plan, where experts have replicas; None for experts in blocks.
-    """
-    flat_N = expert_SK.flatten()
-    valid = int((flat_N >= 0).sum())
-    keyed = torch.where(flat_N >= 0, flat_N, config.experts)
-    order_N = torch.sort(keyed, stable=True).indices[:valid]
-    mine_E = torch.bincount(keyed, minlength=config.experts + 1)[: config.experts]
-    if ranks == 1:
-        ends_X = mine_E.cumsum(0).to(torch.int32)
-        return Routes(order_N, [valid], [valid], None, ends_X, mine_E.cpu().numpy()[None])
-    rank = dist.get_rank(group)
-    all_PE = mine_E.new_empty(ranks, config.experts)
-    dist.all_gather_into_tensor(all_PE, mine_E, group=group)
-    counts_PE = all_PE.cpu().numpy()
-    if planner is not None:
-        return _planned_routes(expert_SK, planner(counts_PE.astype(np.int64)), rank)
-    bounds = [local_experts(config, p, ranks) for p in range(ranks)]
-    low, high = bounds[rank]
-    send = [int(counts_PE[rank, a:b].sum()) for a, b in bounds]
-    receive = [int(counts_PE[p, low:high].sum()) for p in range(ranks)]
-    # received: by source, then expert; wanted: by expert, then source
-    here_PX = all_PE[:, low:high]
-    expert_N = (
-        torch.arange(high - low, device=flat_N.device)
-        .repeat(ranks)
-        .repeat_interleave(here_PX.flatten(), output_size=sum(receive))
-    )
-    arrange_N = torch.sort(expert_N, stable=True).indices
-    ends_X = here_PX.sum(0).cumsum(0).to(torch.int32)
-    return Routes(order_N, send, receive, arrange_N, ends_X, counts_PE)
-
-
-def _planned_routes(expert_SK: Tensor, plan: Plan, rank: int) -> Routes:
-    """Routes of a rank under a plan: rows travel by destination, slot and token, and lie by slot, then source."""
-    device, held = expert_SK.device, len(plan.placement.experts_of_rank[rank])
-    quota_PGX = plan.quota_by_slot()
-    here_PX = quota_PGX[:, rank, :held]
-    slot_N = np.repeat(np.tile(np.arange(held), len(here_PX)), here_PX.ravel())
-    return Routes(
-        torch.from_numpy(send_order(expert_SK, plan, rank)).to(device),
-        quota_PGX[rank].sum(axis=1).tolist(),
-        here_PX.sum(axis=1).tolist(),
-        torch.from_numpy(np.argsort(slot_N, kind="stable")).to(device),
-        torch.from_numpy(here_PX.sum(axis=0).cumsum().astype(np.int32)).to(device),
-        plan.counts_PE,
-        plan,
-    )
-
-
 class _Exchange(torch.autograd.Function):
     """all_to_all_single whose backward is the opposite one."""
 
@@ -361,77 +262,6 @@ class Captured:
         """Replay; the result is in `y_SH`."""
         self.graph.replay()
         return self.y_SH
-
-
-def group_of(layer: MoELayer) -> tuple[int, int, Any]:
-    """(rank, ranks, process group) of a layer whose process holds one rank.
-
-    Raises:
-        UsageError: several simulated ranks in one process.
-    """
-    world = layer.world
-    if isinstance(world, DistributedWorld):
-        return world.rank, world.num_ranks, world.group
-    if world.num_ranks != 1:
-        raise UsageError(
-            f"this backend runs one rank per process, the layer simulates {world.num_ranks}; use --ranks 1 or torchrun "
-            '(backend="fused" runs several ranks on one GPU)'
-        )
-    return 0, 1, None
-
-
-def layer_weights(layer: MoELayer) -> ChainWeights:
-    """A layer's parameters as the chain takes them.
-
-    Straight from where nn.Module keeps them: its attributes are found only after Python has searched the class in vain.
-    """
-    up, up_bias = layer.up_names
-    own: dict[str, Any] = layer._parameters
-    router: Any = layer._modules["router"]
-    shared: Any = layer._modules.get("shared_expert")
-    try:
-        return ChainWeights(
-            router._parameters["weight"],
-            own[up],
-            own["down_proj"],
-            router._buffers["selection_bias"],
-            router._parameters["bias"],
-            own[up_bias],
-            own["down_proj_bias"],
-            *(() if shared is None else [shared._parameters[name] for name in ("up_proj", "down_proj", "gate")]),
-        )
-    except KeyError:
-        # something else stands in a parameter's place: a parametrization, a plain tensor
-        router, shared = layer.router, layer.shared_expert
-        return ChainWeights(
-            router.weight,
-            layer.up_parameter,
-            layer.down_proj,
-            router.selection_bias,
-            router.bias,
-            layer.up_bias_parameter,
-            layer.down_proj_bias,
-            *(() if shared is None else (shared.up_proj, shared.down_proj, shared.gate)),
-        )
-
-
-def is_placed(layer: MoELayer) -> bool:
-    """Whether a plan decides where rows go: any placement other than experts in blocks, one replica each."""
-    return not layer.placement.in_blocks
-
-
-def check_layer(name: str, problems: Sequence[str]) -> None:
-    """Raise UsageError, naming everything about the layer that a backend can't do."""
-    if problems:
-        raise UsageError(f'backend="{name}" can\'t run this layer: ' + "; ".join(problems) + '. Use backend="ref".')
-
-
-def no_device() -> str | None:
-    """Why no CUDA device can be used; None if one can."""
-    if torch.cuda.is_available():
-        return None
-    built = "this torch is a CPU build" if torch.version.cuda is None else "no device or driver is visible"
-    return f"needs a CUDA device: {built}"
 
 
 class UnfusedBackend:

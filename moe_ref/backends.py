@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from moe_ref import pipeline
+from moe_ref import counts, pipeline
 from moe_ref.errors import BackendUnavailable
 from moe_ref.gate import Routing
 
@@ -58,7 +58,7 @@ class ReferenceBackend:
 
     def refuse(self, layer: MoELayer) -> None:
         """Tell the other ranks that this one's input was refused."""
-        pipeline.refuse(layer)
+        counts.refuse(layer)
 
     def resume(
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing], given: pipeline.Record

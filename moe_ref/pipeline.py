@@ -14,7 +14,6 @@ Letters: S tokens of a rank, H hidden, D intermediate, E experts, K choices, P r
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,8 @@ from moe_ref import replay, wire
 from moe_ref.balance.agreement import check_same_plan
 from moe_ref.balance.plan import Plan
 from moe_ref.combine import combine, return_rows
-from moe_ref.dispatch import count_routes, dispatch
+from moe_ref.counts import exchange_counts, route
+from moe_ref.dispatch import dispatch
 from moe_ref.errors import UsageError
 from moe_ref.experts import ExpertWeights, gemm0, gemm1
 from moe_ref.gate import Routing, keep_within_capacity
@@ -83,73 +83,6 @@ def _timed(record: Record, stage: str, device: torch.device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     record.seconds[stage] = record.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-
-def route(layer: MoELayer, x_SH: Sequence[Tensor], given: Sequence[Routing] | None) -> tuple[list[Routing], str]:
-    """Gate or check every local rank's routing; returns it and the first error ("" if none).
-
-    An error is not raised at once: the other ranks are already on their way to the counts exchange, which carries it.
-    """
-    routings, problem = [], ""
-    for i, x in enumerate(x_SH):
-        try:
-            if given is None:
-                routings.append(layer.gate(x))
-            else:
-                given[i].check_values(layer.config)
-                routings.append(given[i])
-        except (ValueError, TypeError) as error:
-            at = f"rank {layer.world.local_ranks[i]}: " if layer.world.num_ranks > 1 else ""
-            problem = problem or f"{at}{error}"
-            nothing = x.new_zeros(x.shape[0], layer.config.top_k)
-            routings.append(Routing(torch.full_like(nothing, -1, dtype=torch.int64), nothing))
-    return routings, problem
-
-
-_HEAD = 3
-"""Integers before the counts of a rank: S, whether it refused its input, a hash of its settings."""
-
-
-def _settings(layer: MoELayer, dtype: torch.dtype) -> int:
-    """Hash of what all ranks must have alike in one forward, or their rows won't fit together."""
-    return zlib.crc32(f"{dtype} {layer.schedule_method}".encode())
-
-
-def refuse(layer: MoELayer) -> None:
-    """Take part in the counts exchange only to say that this rank's input was refused; all other ranks then raise."""
-    world = layer.world
-    if len(world.local_ranks) < world.num_ranks:
-        head = [[0, 1, 0, *[0] * (2 * layer.config.experts)]]
-        world.gather(np.array(head))
-
-
-def exchange_counts(
-    layer: MoELayer, record: Record, before: Sequence[Routing], problem: str, dtype: torch.dtype
-) -> None:
-    """All-gather rows per expert (before and after capacity), S, errors and settings; fills the record.
-
-    Raises:
-        ValueError: some rank refused its input; every rank raises, so that nobody waits for it.
-    """
-    assert record.routing is not None
-    experts, world = layer.config.experts, layer.world
-    mine = []
-    for full, kept in zip(before, record.routing, strict=True):
-        head = [int(full.expert_SK.shape[0]), int(bool(problem)), _settings(layer, dtype)]
-        counts = [count_routes(r.expert_SK, experts) for r in (full, kept)]
-        mine.append(np.concatenate([head, *counts]))
-    all_PN = world.gather(np.stack(mine))
-    refused = np.flatnonzero(all_PN[:, 1])
-    if len(refused):
-        raise ValueError(problem or f"rank {int(refused[0])} refused its input; its own message says why")
-    others = np.flatnonzero(all_PN[:, 2] != all_PN[0, 2])
-    if len(others):
-        raise ValueError(f"ranks {others.tolist()} run with another dtype (autocast?) or schedule_method than rank 0")
-    record.tokens_P = all_PN[:, 0]
-    record.before_PE = all_PN[:, _HEAD : _HEAD + experts]
-    record.counts_PE = all_PN[:, _HEAD + experts :]
-    if (record.before_PE.sum(axis=1) > record.tokens_P * layer.config.top_k).any():
-        raise RuntimeError("a rank counted more routes than its tokens have: the gathered counts are not what was sent")
 
 
 def make_layout(layer: MoELayer, plan: Plan, tokens_P: np.ndarray) -> Layout:
@@ -249,7 +182,8 @@ def run(
     memory = replay.active()
     if memory is None or not memory.recall(record, layer, problem):
         with _timed(record, "counts", device):
-            exchange_counts(layer, record, before, problem, x_SH[0].dtype)
+            gathered = exchange_counts(layer, before, record.routing, problem, x_SH[0].dtype)
+            record.tokens_P, record.before_PE, record.counts_PE = gathered
         assert record.counts_PE is not None
         assert record.tokens_P is not None
         if last == 1:

@@ -18,11 +18,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from moe_fast import backend, call, compiler, engine, unfused
+from moe_fast import backend, call, compiler, engine, engine_choice
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.layers import group_of
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.router import is_fp32_router
 from moe_ref.layer import MoELayer
@@ -120,7 +121,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     engines: dict[tuple, LocalRanks] = {}
 
     def find(layer: MoELayer, scheduler: str, transport: str) -> LocalRanks:
-        _, ranks, _ = unfused.group_of(layer)
+        _, ranks, _ = group_of(layer)
         config = layer.config
         shape = KernelShape.from_config(
             config, ranks, scheduler, fp32_router=is_fp32_router(layer), placement=layer.placement
@@ -138,7 +139,7 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     properties = SimpleNamespace(multi_processor_count=132)
     with (
         mock.patch.object(backend.FusedBackend, "unavailable", return_value=None),
-        mock.patch.object(backend, "_find_engines", find),
+        mock.patch.object(engine_choice, "_find_engines", find),
         mock.patch.object(engine.compiler, "load", return_value=function),
         mock.patch.object(engine.torch, "zeros", unpinned),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
@@ -146,4 +147,4 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
         mock.patch.object(call, "_raw_stream", ({None: 7} if stream is None else stream).get),
     ):
         yield
-    backend._last.clear()
+    engine_choice._last.clear()

@@ -21,7 +21,8 @@ import numpy as np
 
 from moe_ref.placement import Placement
 from moe_ref.runtime.callplan import make_call
-from moe_ref.runtime.checker import Explorer, random_order
+from moe_ref.runtime.checker import random_order
+from moe_ref.runtime.explorer import Explorer
 from moe_ref.runtime.messages import ProtocolViolation, Rules
 from moe_ref.runtime.tasks import TileShape
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 GROUPS = (
     ("Layer", "layer", "moe_ref", ("", "config", "gate", "layer", "stats", "experts", "parameters", "definition")),
-    ("Data movement", "movement", "moe_ref", ("layout", "dispatch", "combine", "wire", "pipeline", "world")),
+    ("Data movement", "movement", "moe_ref", ("counts", "layout", "dispatch", "combine", "wire", "pipeline", "world")),
     ("Comparing backends", "comparing", "moe_ref", ("backends", "diff", "comparison", "cases")),
     ("Token scheduling", "balance", "moe_ref.balance", None),
     ("Placement", "placement", "moe_ref.placement", None),

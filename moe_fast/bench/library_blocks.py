@@ -77,7 +77,7 @@ def _layer_ids(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
 
 def compare(family: str, repetitions: int) -> list[dict[str, Any]]:
     """Rows of the result, one per S; raises CheckFailed if the two don't compute the same."""
-    from moe_fast.backend import close_engines
+    from moe_fast.engine_choice import close_engines
     from moe_ref.compat import from_transformers
 
     block = make_block(family)

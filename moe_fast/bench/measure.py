@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_fast import unfused
 from moe_fast.engine import Engine
 from moe_fast.heap import local_heap, symmetric_heap
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.router import router_parts
+from moe_fast.weights import ChainWeights
 from moe_ref.config import MoEConfig
 
 SLEEP_CYCLES = 2_500_000
@@ -35,7 +35,7 @@ class Setup:
 
     config: MoEConfig
     engine: Engine
-    weights: unfused.ChainWeights
+    weights: ChainWeights
     x_SH: Tensor
     router: Tensor
 
@@ -85,7 +85,7 @@ def set_up(
     router = normal(config.experts, config.hidden, generator=same, scale=config.hidden**-0.5)
     x = normal(max_tokens, config.hidden, generator=own, scale=1.0)
     parts = router_parts(router, dtype) if shape.router_parts > 1 else router
-    return Setup(config, engine, unfused.ChainWeights(router, up, down), x, parts)
+    return Setup(config, engine, ChainWeights(router, up, down), x, parts)
 
 
 def floor_of(config: MoEConfig, rows: int) -> Callable[[], Any]:

@@ -33,6 +33,7 @@ from moe_fast.heap import local_heap
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.ladder.problem import LEVELS, Problem, caller, random_weights
+from moe_fast.weights import ChainWeights
 from moe_ref.config import MoEConfig
 from moe_ref.errors import CheckFailed, UsageError
 from moe_ref.limits import check_output_path
@@ -65,7 +66,7 @@ class Layer:
 
     config: MoEConfig
     engine: Engine
-    weights: unfused.ChainWeights
+    weights: ChainWeights
     x_SH: Tensor
     y_SH: Tensor
     problem: Problem
@@ -84,7 +85,7 @@ class Layer:
             torch.bfloat16
         )
         first, second = random_weights(config.experts, config.hidden, config.intermediate, device, seed=rank)
-        weights = unfused.ChainWeights(router, first, second)
+        weights = ChainWeights(router, first, second)
         x = torch.randn(tokens, config.hidden, device=device, generator=g).to(torch.bfloat16)
         y = engine.launch(x, router, weights.up_XUH, weights.down_XHD)
         engine.check()

@@ -4,8 +4,8 @@
     callplan             the geometry of one call: tiles, segments, who sends what where
     messages             what actors tell each other; transport, data and rules as interfaces
     actors, rank         Gate, Subscriber, Scheduler, Processor; their counters: the protocol itself
-    stamps, checker,     every order of messages, each rule broken once: `moe-ref protocol`
-    cases
+    stamps, checker,     random orders and every order of messages, each rule broken once: `moe-ref protocol`
+    explorer, cases
     simulator, machine   the same actors in time: discrete events and a cost model
     numbers              the same actors with tensors, equal to the reference layer
     workload, chains,    a layer by its sizes; the execution models to compare with: `moe-ref simulate`

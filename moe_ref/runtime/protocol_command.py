@@ -15,7 +15,8 @@ from moe_ref.console import err, out, print_json
 from moe_ref.errors import CheckFailed, UsageError
 from moe_ref.limits import check_seed
 from moe_ref.runtime.cases import BROKEN, CASES, small_case
-from moe_ref.runtime.checker import Explorer, random_order
+from moe_ref.runtime.checker import random_order
+from moe_ref.runtime.explorer import Explorer
 from moe_ref.runtime.messages import ProtocolViolation, Rules
 
 

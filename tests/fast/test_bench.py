@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_fast.backend import deadline_s
 from moe_fast.bench import LAYERS, TARGETS, TOKENS, app, growth, library_blocks, prediction, variants, with_targets
 from moe_fast.bench.process import finish
+from moe_fast.engine_choice import deadline_s
 from moe_ref import cli
 from moe_ref.errors import UsageError
 

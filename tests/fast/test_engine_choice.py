@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_fast import backend, unfused
+from moe_fast import engine_choice
+from moe_fast.engine_choice import engine_for
+from moe_fast.weights import check_weights, layer_weights
 from moe_ref import MoEConfig, MoELayer
 from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
@@ -21,29 +23,29 @@ def made(monkeypatch):
         seen.append((scheduler, transport))
         return object()
 
-    monkeypatch.setattr(backend, "_find_engines", find)
+    monkeypatch.setattr(engine_choice, "_find_engines", find)
     yield seen
-    backend._last.clear()
+    engine_choice._last.clear()
 
 
 def test_a_layer_is_looked_at_once(made):
     layer = MoELayer(MoEConfig(32, 16, 4, 2), world=2)
-    assert backend.engine_for(layer) is backend.engine_for(layer)
+    assert engine_for(layer) is engine_for(layer)
     assert made == [("spare_warps", "auto")]
 
 
 def test_whatever_decides_the_engine_is_looked_at_again(made, monkeypatch):
     layer = MoELayer(MoEConfig(32, 16, 4, 2), world=2)
-    engines = [backend.engine_for(layer)]
+    engines = [engine_for(layer)]
     layer.placement = Placement.from_replicas([[0, 1]] * 4, 2)
-    engines.append(backend.engine_for(layer))
+    engines.append(engine_for(layer))
     layer.config = layer.config.replace(max_tokens=7)
-    engines.append(backend.engine_for(layer))
-    engines.append(backend.engine_for(layer, transport="put_signal"))
+    engines.append(engine_for(layer))
+    engines.append(engine_for(layer, transport="put_signal"))
     monkeypatch.setenv("MOE_REF_SCHEDULER", "tickets")
-    engines.append(backend.engine_for(layer))
+    engines.append(engine_for(layer))
     layer.double()
-    engines.append(backend.engine_for(layer))
+    engines.append(engine_for(layer))
     assert len({id(engine) for engine in engines}) == len(engines) == len(made)
     assert made[3:] == [("spare_warps", "put_signal"), ("tickets", "auto"), ("tickets", "auto")]
 
@@ -69,14 +71,14 @@ def test_weights_that_the_kernel_would_misread_are_refused(name: str) -> None:
     """A parameter that was changed alone, after the layer was made."""
     config = MoEConfig(32, 16, 4, 2, dtype="bfloat16", router_bias=True, selection_bias=True, shared_intermediate=16)
     layer = MoELayer(config)
-    backend.check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+    check_weights(layer_weights(layer), torch.bfloat16, torch.device("cpu"))
     change, message = ODD[name]
     change(layer)
     with pytest.raises(UsageError, match=f"parameter {message}.*kernel takes it as it lies"):
-        backend.check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+        check_weights(layer_weights(layer), torch.bfloat16, torch.device("cpu"))
 
 
 def test_a_router_in_fp32_is_no_odd_weight() -> None:
     layer = MoELayer(MoEConfig(32, 16, 4, 2, dtype="bfloat16"))
     layer.router.float()
-    backend.check_weights(unfused.layer_weights(layer), torch.bfloat16, torch.device("cpu"))
+    check_weights(layer_weights(layer), torch.bfloat16, torch.device("cpu"))

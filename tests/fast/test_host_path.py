@@ -27,11 +27,13 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, Int64
 from fused_host import FirstOf, Launches, argument_names, fused_on_cpu
 
-from moe_fast import backend, router
+from moe_fast import backend, engine_choice, router
 from moe_fast.call import CHANGING, Call
 from moe_fast.engine import Engine
+from moe_fast.engine_choice import engine_for
 from moe_fast.failures import CODE, STATUS, WORDS, MegakernelError, MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel.signals import RECORD_WORDS, Args, Operands
+from moe_fast.local_ranks import LocalRanks
 
 CONFIG = MoEConfig(hidden=128, intermediate=64, experts=4, top_k=2, dtype="bfloat16", max_tokens=64)
 EVERYTHING = CONFIG.replace(
@@ -57,7 +59,7 @@ def tokens(count: int = 8, **more) -> torch.Tensor:
 
 
 def engine_of(layer: MoELayer) -> Engine:
-    only = backend.engine_for(layer).only
+    only = engine_for(layer).only
     assert only is not None
     return only
 
@@ -188,14 +190,14 @@ def test_modules_that_are_replaced(launches) -> None:
     again = copy.deepcopy(layer)
     check(launches, again, tokens())
     check(launches, layer, tokens())
-    assert backend.engine_for(again) is backend.engine_for(layer)
+    assert engine_for(again) is engine_for(layer)
 
 
 def test_layers_that_share_an_engine_in_turn(launches) -> None:
     layers = [MoELayer(CONFIG, backend="fused", seed=seed) for seed in range(3)]
     for layer in (*layers, *layers, layers[0], layers[0]):
         check(launches, layer, tokens())
-    assert len({id(backend.engine_for(layer)) for layer in layers}) == 1
+    assert len({id(engine_for(layer)) for layer in layers}) == 1
 
 
 def test_a_selection_bias_set_later(launches) -> None:
@@ -313,8 +315,8 @@ def test_the_backend_is_switched(launches) -> None:
 def test_closed_engines_are_not_used_again(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
-    backend.close_engines()
-    assert not backend._last
+    engine_choice.close_engines()
+    assert not engine_choice._last
     check(launches, layer, tokens())
 
 
@@ -352,10 +354,10 @@ def test_placements_planners_and_worlds(launches) -> None:
     layer.schedule_method = "flow"
     check(launches, layer, x)
 
-    two = backend.engine_for(layer)
+    two = engine_for(layer)
     layer.world, layer.placement = FirstOf(1), Placement.contiguous(4, 1)
     check(launches, layer, x)
-    assert backend.engine_for(layer) is not two
+    assert engine_for(layer) is not two
 
 
 def test_every_launch_asks_for_its_stream(launches, stream) -> None:
@@ -442,7 +444,7 @@ def test_a_record_is_fetched_once_and_only_when_it_is_read(launches, monkeypatch
         record.counts_PE, record.routing = np.array([[1]]), [None]
 
     monkeypatch.setattr(backend, "fill_record", fill)
-    monkeypatch.setattr(backend.LocalRanks, "check", lambda self: None)
+    monkeypatch.setattr(LocalRanks, "check", lambda self: None)
     record = layer._backend.forward(layer, [tokens()], None)
     assert record.y_SH[0].shape == (8, 128)
     assert record.layout is None

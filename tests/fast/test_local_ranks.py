@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_fast import backend, call, engine, heap, local_ranks, unfused
+from moe_fast import backend, call, engine, heap, local_ranks
 from moe_fast.blocks import LEAST_BLOCKS, blocks_per_rank
 from moe_fast.engine import Engine
 from moe_fast.failures import STATUS, MegakernelInputError, MegakernelTimeout
@@ -26,8 +26,11 @@ from moe_fast.heap import ALIGNMENT, Heap, local_heaps
 from moe_fast.kernel.constants import SCHEDULERS, Status
 from moe_fast.kernel.regions import heap_regions, workspace_regions
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.launching import in_kernel, rank_weights
+from moe_fast.layers import is_placed
 from moe_fast.local_ranks import LocalRanks, side_by_side, where_held
 from moe_fast.router import router_operand
+from moe_fast.weights import layer_weights
 from moe_ref import MoEConfig, MoELayer, SimulatedWorld, cases
 from moe_ref.errors import UsageError
 from moe_ref.experts import gemm0, gemm1
@@ -357,13 +360,13 @@ def test_one_rank_has_its_experts_in_blocks_however_it_is_placed(streams):
     assert placement.in_blocks
     layer = MoELayer(CONFIG, world=1, placement=placement)
     assert layer.held_experts == placement.experts_of_rank[0] == tuple(range(6))
-    assert not unfused.is_placed(layer)
+    assert not is_placed(layer)
     assert not group_of(layer).shape.placed
 
 
 def test_experts_in_blocks_are_not_copied(streams):
     layer = MoELayer(CONFIG, world=4)
-    parts = backend.rank_weights(group_of(layer), layer, unfused.layer_weights(layer))
+    parts = rank_weights(group_of(layer), layer, layer_weights(layer))
     begins = [0, 2, 4, 5]
     size = layer.up_parameter[0].numel() * 4
     for first, part in zip(begins, parts, strict=True):
@@ -407,8 +410,8 @@ def test_training_leaves_scheduling_to_the_kernel(mode, group_size, monkeypatch)
     job = TrainJob(backend="fused", dtype="bfloat16", balance=0.0, balancing=mode, group_size=group_size)
     steps = training_steps(job, SimulatedWorld(4))
     _, training = next(steps)
-    assert all(unfused.is_placed(layer) and layer.backend == "fused" for layer in training.layers.values())
-    found = {backend.in_kernel(layer) for layer in training.layers.values()}
+    assert all(is_placed(layer) and layer.backend == "fused" for layer in training.layers.values())
+    found = {in_kernel(layer) for layer in training.layers.values()}
     assert found == {mode == "scheduled" and group_size is None}
     steps.close()
 
@@ -417,7 +420,7 @@ def test_nothing_is_launched_unless_every_rank_can_be(streams):
     """The second rank brings too many tokens: the first one isn't left waiting for it."""
     layer = MoELayer(CONFIG, world=2)
     group = group_of(layer)
-    held, starts = backend.rank_weights(group, layer, unfused.layer_weights(layer)), []
+    held, starts = rank_weights(group, layer, layer_weights(layer)), []
     router = router_operand(layer, layer.router.weight)
     launches = [
         lambda size=size, one=one, own=own: one.launch(
@@ -437,7 +440,7 @@ def test_what_a_launch_reads_is_kept_until_it_is_made(streams):
     """Nobody else holds a prepared launch's tensors: memory freed before the launch could be another's."""
     layer = MoELayer(CONFIG, world=2)
     group, starts = group_of(layer), []
-    own = backend.rank_weights(group, layer, unfused.layer_weights(layer))[0]
+    own = rank_weights(group, layer, layer_weights(layer))[0]
     x, ids, weight = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
     held = [weakref.ref(one) for one in (x, ids, weight, own.up_XUH, own.down_XHD)]
     group.engines[0].launch(

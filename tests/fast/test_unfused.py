@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from moe_fast import unfused
+from moe_fast.layers import check_layer, group_of
+from moe_fast.routes import make_routes, planned_routes
+from moe_fast.weights import ChainWeights, layer_weights
 from moe_ref import MoEConfig, MoELayer
 from moe_ref.balance import schedule
 from moe_ref.definition import relative_error
@@ -15,11 +18,11 @@ from moe_ref.gate import Routing
 from moe_ref.placement import Placement
 
 
-def layers(**changes) -> tuple[MoELayer, unfused.ChainWeights]:
+def layers(**changes) -> tuple[MoELayer, ChainWeights]:
     """A layer on one rank and its parameters as the chain takes them."""
     values = {"hidden": 64, "intermediate": 96, "experts": 8, "top_k": 2, "dtype": "bfloat16"}
     layer = MoELayer(MoEConfig(**{**values, **changes}))
-    return layer, unfused.layer_weights(layer)
+    return layer, layer_weights(layer)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_masked_routes_and_duplicates():
     weight = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.25, 0.75], [1.0, 1.0]])
     want = layer(x, routing=Routing(ids, weight))
     with torch.no_grad():
-        got = unfused.compute(x, weight, unfused.make_routes(ids, layer.config), weights, layer.config)
+        got = unfused.compute(x, weight, make_routes(ids, layer.config), weights, layer.config)
     assert relative_error(got, want.double()) < 1e-2
     assert not got[3].any()
 
@@ -93,12 +96,12 @@ def test_gradients_are_the_references(changes):
 def test_what_the_chain_lacks_is_named(change):
     layer, _ = layers(**change)
     with pytest.raises(UsageError, match=next(iter(change))):
-        unfused.check_layer("unfused", unfused.unsupported(layer.config))
+        check_layer("unfused", unfused.unsupported(layer.config))
 
 
 def test_several_simulated_ranks_are_refused():
     with pytest.raises(UsageError, match="one rank per process"):
-        unfused.group_of(MoELayer(MoEConfig(16, 16, 4, 1), world=2))
+        group_of(MoELayer(MoEConfig(16, 16, 4, 1), world=2))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no CUDA device")
@@ -116,7 +119,7 @@ def test_planned_routes_order_rows_by_slot_then_source():
     ids = [torch.randint(-1, 5, (20 + p, 2), generator=g) for p in range(3)]
     counts = np.stack([np.bincount(i[i >= 0].flatten(), minlength=5) for i in ids])
     plan = schedule(counts, placement)
-    routes = [unfused._planned_routes(i, plan, p) for p, i in enumerate(ids)]
+    routes = [planned_routes(i, plan, p) for p, i in enumerate(ids)]
     quota_PGX = plan.quota_by_slot()
     for rank in range(3):
         received = []

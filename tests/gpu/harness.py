@@ -27,6 +27,8 @@ from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.local_ranks import LocalRanks
 from moe_fast.router import router_parts
+from moe_fast.routes import make_routes
+from moe_fast.weights import ChainWeights
 from moe_ref import balance
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
@@ -214,7 +216,7 @@ class Inputs:
         """first, second, first_bias, second_bias of an expert."""
         return tuple(t if t is None else t[e] for t in (self.first, self.second, self.first_bias, self.second_bias))
 
-    def chain(self, experts: tuple[int, ...]) -> unfused.ChainWeights:
+    def chain(self, experts: tuple[int, ...]) -> ChainWeights:
         """As the unfused chain takes them, for a rank that holds these experts; views, if they are neighbours."""
         low, high = experts[0], experts[-1] + 1
         held: slice | torch.Tensor = slice(low, high)
@@ -223,7 +225,7 @@ class Inputs:
         first, second, first_bias, second_bias = (
             t if t is None else t[held] for t in (self.first, self.second, self.first_bias, self.second_bias)
         )
-        return unfused.ChainWeights(
+        return ChainWeights(
             self.router, first, second, self.bias, self.router_bias, first_bias, second_bias, *self.shared
         )
 
@@ -255,7 +257,7 @@ def launch_together(
     group: LocalRanks,
     inputs: Inputs,
     absent: Sequence[int] = (),
-    held: Sequence[unfused.ChainWeights] | None = None,
+    held: Sequence[ChainWeights] | None = None,
     **more: Sequence,
 ) -> list[torch.Tensor]:
     """One call of ranks that share a GPU, all but the absent ones; more: of every rank what `launch` takes."""
@@ -704,7 +706,7 @@ def unfused_result(
     others = ranks if _seat is None else 1
     weights = inputs.chain(held)
     planner = None if case.replicas == "none" or others == 1 else lambda counts: plan
-    routes = unfused.make_routes(all_ids[rank], c, None, others, planner)
+    routes = make_routes(all_ids[rank], c, None, others, planner)
     masked = torch.where(all_ids[rank] >= 0, weight, torch.zeros_like(weight))
     with torch.no_grad():
         return unfused.compute(inputs.x[rank], masked, routes, weights, c, None, others)

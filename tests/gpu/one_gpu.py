@@ -15,7 +15,7 @@ import harness
 import torch
 from harness import Case, group_for, launch_together, make_inputs, run_together, seat
 
-from moe_fast import backend
+from moe_fast import engine_choice
 from moe_fast.blocks import LEAST_BLOCKS
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 
@@ -310,10 +310,10 @@ def several_layers() -> dict:
             if name != "linear program":
                 out[f"{ranks} ranks, {name}"]["gradients"] = gradients_on(ranks, xs, changes)
     messages = []
-    most = torch.cuda.get_device_properties(0).multi_processor_count // LEAST_BLOCKS[backend.DEFAULT_SCHEDULER]
+    most = torch.cuda.get_device_properties(0).multi_processor_count // LEAST_BLOCKS[engine_choice.DEFAULT_SCHEDULER]
     for wanted, attempt in (
-        ("put_signal", lambda: backend.engine_for(layer_of(2, "fused"), transport="put_signal")),
-        (f"at most {most} ranks", lambda: backend.engine_for(layer_of(most + 1, "fused", experts=32))),
+        ("put_signal", lambda: engine_choice.engine_for(layer_of(2, "fused"), transport="put_signal")),
+        (f"at most {most} ranks", lambda: engine_choice.engine_for(layer_of(most + 1, "fused", experts=32))),
         ("--ranks 1 or torchrun", lambda: layer_of(2, "unfused")([torch.zeros(0, 512).cuda().bfloat16()] * 2)),
         ("CUDA_LAUNCH_BLOCKING", blocking_launches),
     ):

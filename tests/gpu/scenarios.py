@@ -32,9 +32,10 @@ import harness
 import one_gpu
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
-from moe_fast import backend, compiler, unfused
+from moe_fast import backend, compiler, engine_choice, unfused
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel import carry
+from moe_fast.weights import ChainWeights
 
 
 def launcher(case: Case, inputs: harness.Inputs, **more):
@@ -429,7 +430,7 @@ def operations() -> dict:
     engine, inputs = engine_for(case), make_inputs(case)
     rank, ranks = rank_and_size()
     low, high = engine.shape.first_expert(rank), engine.shape.first_expert(rank + 1)
-    weights = unfused.ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
+    weights = ChainWeights(inputs.router, inputs.first[low:high], inputs.second[low:high])
     fused = launcher(case, inputs, out=torch.empty_like(inputs.x[rank]))
 
     def chain() -> None:
@@ -513,6 +514,13 @@ def timeout_of(case: Case) -> dict:
     return {"message": message, "seconds": round(took, 3)}
 
 
+def checked(case: Case, inputs: harness.Inputs) -> torch.Tensor:
+    """A call's result, after what the kernel reported was looked at."""
+    y = launcher(case, inputs)()
+    engine_for(case).check()
+    return y
+
+
 def pairs() -> dict:
     """Processors of two blocks: right results, the same bits in any company and as one block each, and an end in time
     when rows don't come."""
@@ -523,10 +531,7 @@ def pairs() -> dict:
             out[str(one)] = float(f"{run_case(one)['y']:.3g}")
     plain = replace(cases.SMALL, tokens=(700, 300), paired=False)
     inputs, paired = make_inputs(plain), replace(plain, paired=True)
-    results = [launcher(case, inputs)() for case in (plain, paired)]
-    for case in (plain, paired):
-        engine_for(case).check()
-    assert torch.equal(*results), "pairs of blocks make other bits"
+    assert torch.equal(*(checked(case, inputs) for case in (plain, paired))), "pairs of blocks make other bits"
     return out | {"repeat": repeat_case(paired), "graph": replayed(paired), "timeout": timeout_of(paired)}
 
 
@@ -783,15 +788,15 @@ def carried() -> dict:
     out: dict[str, Any] = {}
     rank, ranks = rank_and_size()
     for case in cases.CARRIED:
-        engine, inputs = engine_for(case), make_inputs(case)
+        inputs = make_inputs(case)
         assert inputs.expert is not None
         if case.paired:
             single = replace(case, paired=False)
-            results = [launcher(one, inputs)() for one in (single, case)]
-            for one in (single, case):
-                engine_for(one).check()
-            assert torch.equal(*results), f"{case}: pairs of blocks make other bits"
+            assert torch.equal(*(checked(o, inputs) for o in (single, case))), (
+                f"{case}: pairs of blocks make other bits"
+            )
         out[str(case)] = float(f"{run_case(case)['y']:.3g}")
+        engine = engine_for(case)
         seen = engine.buffers(len(inputs.x[rank]))
         experts = inputs.placement.experts_of_rank[rank]
         rows = [int(n) for n in seen.counts_PE.sum(0)[list(experts)].tolist()]
@@ -942,7 +947,7 @@ def slow_start() -> dict:
         start = time.perf_counter()
         one(torch.ones(64, one.config.hidden, device="cuda", dtype=one.config.torch_dtype))
         took = time.perf_counter() - start
-        backend.check_errors()
+        engine_choice.check_errors()
     finally:
         compiler.load = load
         os.environ.pop("MOE_REF_DEADLINE_S")
@@ -1007,7 +1012,7 @@ def train_scheduled() -> dict:
         g = torch.Generator(device="cuda").manual_seed(rank)
         errors: dict[str, float] = {}
         for layer in training.layers.values():
-            assert backend.engine_for(layer).shape.placed
+            assert engine_choice.engine_for(layer).shape.placed
             sizes = [(100 + 50 * p, layer.config.hidden) for p in world.local_ranks]
             xs = [torch.randn(size, device="cuda", generator=g).to(layer.config.torch_dtype) for size in sizes]
             report = compare("fused", "ref", layer, xs)
@@ -1057,7 +1062,7 @@ def families() -> dict:
         assert errors["between"] <= harness.TOLERANCE[torch.bfloat16] + errors["library"], (name, errors)
         out[name] = {"tokens": x.shape[1], **{k: float(f"{v:.3g}") for k, v in errors.items()}}
         del block, exact, layer
-        backend.close_engines()
+        engine_choice.close_engines()
     return out
 
 

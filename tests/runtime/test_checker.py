@@ -13,7 +13,8 @@ from moe_ref.balance import schedule
 from moe_ref.placement import Placement
 from moe_ref.runtime.callplan import count_experts, make_call
 from moe_ref.runtime.cases import BROKEN, SHAPE, small_case
-from moe_ref.runtime.checker import Explorer, random_order
+from moe_ref.runtime.checker import random_order
+from moe_ref.runtime.explorer import Explorer
 from moe_ref.runtime.messages import ProtocolViolation, Rules
 from moe_ref.runtime.tasks import TileShape
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_fast.backend import close_engines, in_kernel
 from moe_fast.bench import balanced, variants
 from moe_fast.bench.contestants import bench_cell, run_costs, run_trace
 from moe_fast.bench.measure import Setup, place, set_up
 from moe_fast.bench.scaling.cells import Cell, training_job
+from moe_fast.engine_choice import close_engines
+from moe_fast.launching import in_kernel
 from moe_ref.train.job import training_steps
 from moe_ref.world import DistributedWorld, SimulatedWorld
 
