@@ -52,7 +52,7 @@ print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
 # copies: the rows, and two halves of the weight tile. It never sees the data.
 
 # %%
-show("gemm.py", "load_product")
+show("loads.py", "load_product")
 
 # %% [markdown]
 # ## The consumers

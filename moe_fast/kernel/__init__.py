@@ -16,7 +16,10 @@ sums        ... and one partial sum back
 transport   the second transport: NVSHMEM's puts and signals
 scheduler   which task comes next: an ordered list, or the Scheduler with its mailboxes
 subscriber  arrivals become ready tasks
-gemm        TMA loads, the wgmma main loop, the epilogue
+loads       operands by TMA into the stages of the pipeline
+gemm        the wgmma main loop
+epilogue    activation and rounding, and where a product's tile goes
+carry       row tiles of a few rows that go along with the tile before them
 processor   what the roles of a processor block say to each other: task words, completion
 loader, storer, spare, consumer
             the roles of a processor block: one warp each, and two warpgroups of consumers

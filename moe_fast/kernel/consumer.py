@@ -20,19 +20,15 @@ from moe_fast.kernel.constants import (
     PlanWord,
 )
 from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
+from moe_fast.kernel.epilogue import home_address, keep_lines, return_rows, store_chunks, turn_few
 from moe_fast.kernel.gemm import (
     DTYPES,
-    home_address,
-    keep_lines,
     multiply,
     multiply_carrying,
     multiply_exactly,
     multiply_logits,
     pass_over,
-    return_rows,
-    store_chunks,
     tiled_mma,
-    turn_few,
 )
 from moe_fast.kernel.plan import (
     list_routes,
@@ -72,8 +68,7 @@ def consume(
     rows_memory: cute.Pointer, memory: cute.Pointer,
     sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
     chunk_full: cute.Pointer, chunk_empty: cute.Pointer, few_free: cute.Pointer, sent: cute.Pointer,
-    slots: cute.Pointer,
-    word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
+    slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, height: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
     """The two consumer warpgroups, 256 threads. height: tokens of a token tile; 64 are the first warpgroup's alone.
@@ -239,19 +234,8 @@ def consume(
                     if kind != GEMM0:
                         few_home = landing_of(k, a, side, few_row)
                     count = multiply_carrying(
-                        dtype,
-                        acc,
-                        few_acc,
-                        a_frag,
-                        b_frag,
-                        w_frag,
-                        few_frag,
-                        full,
-                        empty,
-                        count,
-                        depth,
-                        k.paired,
-                    )
+                        dtype, acc, few_acc, a_frag, b_frag, w_frag, few_frag, full, empty, count, depth, k.paired
+                    )  # fmt: skip
                     # the other warpgroup may still read the ring out of the buffers
                     sync_consumers()
                     # the second buffer: the storer may still be reading a hidden tile out of it

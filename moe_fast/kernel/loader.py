@@ -8,7 +8,7 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SAME_SHIFT, SHARED_SLOT, TILE_ROWS
-from moe_fast.kernel.gemm import load_bias, load_carrying, load_logits, load_product
+from moe_fast.kernel.loads import load_bias, load_carrying, load_logits, load_product
 from moe_fast.kernel.processor import filled_rows, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (

@@ -187,7 +187,7 @@ def test_values_of_carried_rows_go_to_their_rows_and_columns(config, first):
         load=lambda at, kind, ss: [shared.get(at + i, -1.0) for i in range(8)],
     )  # fmt: skip
     run = kernel_function(
-        "gemm", "turn_few", CARRIED_ROWS=CARRIED_ROWS, HALF_COLUMNS=HALF_COLUMNS, TILE_COLUMNS=TILE_COLUMNS,
+        "epilogue", "turn_few", CARRIED_ROWS=CARRIED_ROWS, HALF_COLUMNS=HALF_COLUMNS, TILE_COLUMNS=TILE_COLUMNS,
         LOWEST=1 << 24, activate=lambda name, x: x, gmem=lambda at, kind, align: at,
         ir=types.SimpleNamespace(VectorType=types.SimpleNamespace(get=lambda *_: None)),
         cute=types.SimpleNamespace(

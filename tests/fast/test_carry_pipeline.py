@@ -102,10 +102,12 @@ class Block:
             "LINE_BYTES": LINE_BYTES, "CARRIED_ROWS": CARRIED_ROWS, "Int16": int, "cute": cute, "warpgroup": warpgroup,
             "tiled_mma": lambda dtype, columns=0: types.SimpleNamespace(set=lambda field, value: None),
         }  # fmt: skip
-        names["load_weights"] = kernel_function("gemm", "load_weights", **names)
+        names["load_weights"] = kernel_function("loads", "load_weights", **names)
         names["release"] = self.pipeline.releasing(kernel_function("gemm", "release", **names))
-        used = ("load_product", "load_carrying", "multiply", "multiply_carrying", "pass_over")
-        return types.SimpleNamespace(**{name: kernel_function("gemm", name, **names) for name in used})
+        used = {"loads": ("load_product", "load_carrying"), "gemm": ("multiply", "multiply_carrying", "pass_over")}
+        return types.SimpleNamespace(
+            **{name: kernel_function(file, name, **names) for file, some in used.items() for name in some}
+        )
 
     # the ring of a stage is two warps' parts of a first epilogue buffer
     def part(self, group: int, buffer: int, warp: int) -> list[Any]:

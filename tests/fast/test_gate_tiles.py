@@ -407,7 +407,7 @@ def test_a_stage_of_the_gate_gets_what_its_barrier_expects(rows, steps, parts):
         mbarrier_arrive_and_expect_tx=lambda barrier, size: expected.append((barrier, size)),
     )  # fmt: skip
     load = kernel_function(
-        "gemm", "load_logits", STAGES=STAGES, TILE_ROWS=TILE_ROWS, LINE_BYTES=LINE_BYTES,
+        "loads", "load_logits", STAGES=STAGES, TILE_ROWS=TILE_ROWS, LINE_BYTES=LINE_BYTES,
         cute=types.SimpleNamespace(arch=arch, copy=copy),
     )  # fmt: skip
     k = types.SimpleNamespace(gate_depth=6 * parts, gate_columns=128, router_parts=parts, depth0=6)
@@ -450,7 +450,7 @@ def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
     arch = types.SimpleNamespace(
         mbarrier_wait=lambda *_: None, elect_one=contextlib.nullcontext, mbarrier_arrive_and_expect_tx=lambda *_: None
     )
-    load = kernel_function("gemm", "load_logits", cute=types.SimpleNamespace(arch=arch, copy=copy), **names)
+    load = kernel_function("loads", "load_logits", cute=types.SimpleNamespace(arch=arch, copy=copy), **names)
     k = types.SimpleNamespace(gate_depth=depth, gate_columns=128, router_parts=1, depth0=depth)
     places = [Place("source"), Place("rows"), Place("source"), Place("router")]
     end = load(k, 100, 200, count, None, *places[:2], None, *places[2:], rows, steps)

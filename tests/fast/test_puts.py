@@ -38,7 +38,7 @@ SOURCES = {
         "WARP_BYTES",
     ),
     "dispatch": ("push_unit", "push_own", "boost_rows", "VECTOR_BYTES"),
-    "gemm": ("home_address",),
+    "epilogue": ("home_address",),
     "combine": ("result_at_home", "PIECES"),
     "plan": ("list_routes", "routes_per_thread", "starts_of", "tiles_per_part", "place_of"),
 }  # fmt: skip
