@@ -4,7 +4,7 @@
 # **Question.** One kernel does gate, exchange, dispatch, two matrix products, return and combine, on all GPUs, without a
 # barrier between them. How is such a program organised, and what makes it fast?
 #
-# **Time** 30 minutes to read. **Needs** a CPU; tutorials 3 and 4. With the extra `fused` installed it compiles the kernel
+# **Time** 40 minutes to read. **Needs** a CPU; tutorials 3 and 4. With the extra `fused` installed it compiles the kernel
 # for a GPU that this machine need not have; without it, it shows the recorded result.
 #
 # !!! question "Predict first"
@@ -13,6 +13,8 @@
 #        the machine code of a kernel that executes millions: tens, thousands, millions?
 #     3. From a plain tile loop to the full kernel, which step gives most: tensor cores, a unit that copies, a pipeline of
 #        stages, blocks that stay, or one launch instead of two? Does one of them cost something?
+#     4. A task computes a tile of 128 rows. An expert has 140. What would a task for its last 12 rows cost, in parts of a
+#        full one: a tenth, a half, nearly all of it?
 
 # %%
 import ast
@@ -48,8 +50,9 @@ print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
 #
 # ## The loader
 #
-# For each step of depth 64 it waits until the stage is empty, announces how many bytes will come, and starts three bulk
-# copies: the rows, and two halves of the weight tile. It never sees the data.
+# For each step of depth 64 it waits until the stage is empty, announces how many bytes will come, and starts bulk copies:
+# the rows, and the two halves of the weight tile (`load_weights`, [below](#two-blocks-one-load-of-the-weights)). It never
+# sees the data.
 
 # %%
 show("loads.py", "load_product")
@@ -64,6 +67,71 @@ show("loads.py", "load_product")
 show("gemm.py", "multiply")
 
 # %% [markdown]
+# ## Rows that go along
+#
+# A tile has 128 rows, but an expert has as many as the gate chose for it. If it has 140, its second tile holds 12, and a
+# task of 12 rows draws all of the expert's weights through the multiprocessor, like a full one. Measured with 128 experts,
+# whose weights come from memory: 25 µs in the main loop instead of 29.
+#
+# So the tasks of such a tile are never dealt. Those of the full tile before it compute its rows, too, from the weights that
+# they have in shared memory. The tile keeps its place, its arrival counter and its results.
+
+# %%
+show("carry.py", "carried_tiles")
+show("carry.py", "task_rows")
+
+# %% [markdown]
+# Arithmetic without a branch, so the same lines take Python's integers, numpy's, and the GPU's. `wgmma` multiplies 64 rows
+# at least, so for the few rows the operands change places: 64 rows of *weights* by 32 columns, which are the rows that go
+# along (`multiply_carrying` in `gemm.py`). How many tasks does it save?
+
+# %%
+import numpy as np
+
+from moe_fast.kernel.carry import carried_tiles, task_rows
+
+rng = np.random.default_rng(0)
+fewer = {}
+print("experts  tokens  choices  rows of an expert  row tiles  of which carried")
+for experts, tokens, top_k in ((8, 4096, 2), (32, 4096, 2), (128, 4096, 8), (128, 8192, 2), (128, 1024, 2)):
+    rows = rng.multinomial(tokens * top_k, np.full(experts, 1 / experts))  # an even gate, by chance
+    tiles, carried = -(-rows // 128), carried_tiles(rows)
+    fewer[experts, tokens] = carried.sum() / tiles.sum()
+    span = f"{rows.min()} to {rows.max()}"
+    print(f"{experts:7} {tokens:7} {top_k:8} {span:>18} {tiles.sum():10} {fewer[experts, tokens]:13.0%}")
+
+# %% [markdown]
+# Many where experts have about one tile of rows, none where they have less than one. A third fewer tasks do not make a third
+# less time: on an H200 the call with 8192 tokens and 128 experts takes 8 % less, the one with 32 experts as long as
+# before. A carrying task takes 5 to 7 µs longer than a full one, and what it replaces were the shorter ones.
+#
+# ## Two blocks, one load of the weights
+#
+# Each step draws 16 KiB of rows and 32 KiB of weights out of the L2 cache, and the block next door is often at the same
+# weights. So two neighbouring blocks are one processor: it takes two row tiles, one for each block, in the same columns. If
+# one expert owns both, each block loads half of the weights, and TMA writes this half into the shared memory of both
+# (*multicast*); if not, each loads its own.
+
+# %%
+show("loads.py", "load_weights")
+show("pairs.py", "pair_words")
+
+# %%
+rows_step, weights_step = 128 * 128, 256 * 128  # 128 bytes of each row, and of the weights of each column
+step = 20.5e-6 / 32  # measured: a main loop over H = 2048
+drawn = {"single blocks": rows_step + weights_step, "pairs": rows_step + weights_step // 2}
+for name, size in drawn.items():
+    rate = 132 * size / step * 1e-12
+    print(f"{name:14} {size // 1024} KiB for a block and step, for all 132 {rate:4.1f} TB/s out of L2")
+
+# %% [markdown]
+# A third less to draw, at a price: a stage may be filled only when the consumers of *both* blocks have emptied it, so each
+# waits for the slower one. Measured on one H200, both blocks in step but without multicast took 4 to 6 % longer with 8
+# experts and 4096 tokens or more. With multicast the pair gains 1 to 2 % where products are all there is to do, 5 to 6 %
+# where weights come from memory, and loses 2 or 3 % in a few cells; the
+# [lab notes](../docs/lab/megakernel.md#versions) have all of them. That two blocks which wait for each other at every step
+# never wait for ever is argued line by line at the top of [`pairs`][moe_fast.kernel.pairs].
+#
 # ## The subscribers
 #
 # Ninety-six lanes look at arrival counters that peers increase: has a block of row tiles got its rows? `reached` is a
@@ -98,8 +166,10 @@ for file in sorted(kernel.glob("*.py")):
 # %%
 import importlib.util
 import json
+import re
 import subprocess
 import tempfile
+from collections import Counter
 
 from moe_ref import MoEConfig
 
@@ -129,11 +199,16 @@ else:
     found, listing = recorded["kernels"][0], []
     print(f"recorded on {recorded['date'][:10]} by {recorded['command']!r}; pip install -e '.[fused]' to compile here:")
 print(found)
+kinds = Counter(re.findall(r"(?:HGMMA|UTMALDG)\.\S+", "\n".join(listing)))
+for kind, number in kinds.most_common():
+    print(f"{number:5} {kind}")
 
 # %% [markdown]
 # No stack frame and no spills although a consumer warpgroup holds 64×256 fp32 sums, 128 registers of each thread: warps
 # trade registers (`setmaxregister`), the helpers have fewer than the consumers. The tensor-core instructions are few, because
-# they stand in a loop. Around the first of them:
+# they stand in a loop. Their shapes tell them apart: 64×256 multiplies full tiles, 64×32 the rows that go along, 64×64 is the
+# gate's, as wide as the router has experts, rounded up. `MULTICAST` loads weights for both blocks of a pair. Around the
+# first product, the gate's:
 
 # %%
 source = (kernel / "megakernel.py").read_text().splitlines()
@@ -282,6 +357,12 @@ if not code:
 assert found["stack_bytes"] == 0, "a role keeps its variables in memory"
 assert not found["spills"], "registers were spilled"
 assert found["wgmma"] is None or found["wgmma"] > 0, "no tensor cores"
+assert not listing or any("MULTICAST" in kind for kind in kinds), "every block loads all of its weights"
+for rows in range(1, 1000):
+    assert sum(task_rows(rows, begun) for begun in range(0, rows, 128)) == rows, "a row is computed twice or not at all"
+assert fewer[128, 8192] > 0.25
+assert fewer[128, 1024] == 0
+assert drawn["pairs"] * 3 == drawn["single blocks"] * 2
 assert not code or (code["plain"]["wgmma"] == 0 < code["tma"]["wgmma"] and code["tma"]["tma_loads"] > 0)
 climb = [measured[name] for name in ("plain", "wgmma", "tma", "pipeline", "persistent")]
 assert climb == sorted(climb), "up to level 4 each is faster than the one below"
@@ -299,14 +380,16 @@ print("all checks passed")
 #     [`signals`][moe_fast.kernel.signals], [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan],
 #     [`dispatch`][moe_fast.kernel.dispatch], [`subscriber`][moe_fast.kernel.subscriber],
 #     [`scheduler`][moe_fast.kernel.scheduler], [`processor`][moe_fast.kernel.processor],
-#     [`gemm`][moe_fast.kernel.gemm], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
+#     [`loads`][moe_fast.kernel.loads], [`gemm`][moe_fast.kernel.gemm], [`epilogue`][moe_fast.kernel.epilogue],
+#     [`carry`][moe_fast.kernel.carry], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
 #     [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
-#     [`megakernel`][moe_fast.kernel.megakernel].
+#     [`pairs`][moe_fast.kernel.pairs], [`megakernel`][moe_fast.kernel.megakernel].
 #
 #     What a layer may do without: [`replicas`][moe_fast.kernel.replicas] and [`solver`][moe_fast.kernel.solver] (rows of an
 #     expert divided over its replicas), [`tokens`][moe_fast.kernel.tokens] and [`sums`][moe_fast.kernel.sums] (the wire
-#     format "tokens"), [`transport`][moe_fast.kernel.transport] (puts through NVSHMEM to peers whose memory isn't mapped:
-#     consumers put a tile's results, `put_results`, and the storer waits for them and counts, `count_put`).
+#     format "tokens"), [`transport`][moe_fast.kernel.transport] (puts through NVSHMEM: consumers put a tile's results, from
+#     shared memory where NVSHMEM reaches a peer by loads and stores, `put_lines`, else staged, `put_results`; the storer
+#     waits for them and counts, `count_put`).
 #
 # ## Exercises
 #
@@ -314,8 +397,9 @@ print("all checks passed")
 #
 # ??? success "Answer"
 #     The tensor-core instructions are the same. With `os_block` (the paper's form) the last block has no processor: one warp
-#     schedules and three subscribe. With `tickets` there is no scheduler; each dispatcher draws the next number of an
-#     ordered list. They differ only in where the next task word comes from.
+#     schedules and three subscribe. It would be half of a pair, so blocks work alone, and no load says `MULTICAST`. With
+#     `tickets` there is no scheduler; each dispatcher draws the next number of an ordered list. It differs from the
+#     default only in where the next task word comes from.
 #
 # 2. Level 5 waits on counters inside a launch. Why can it not wait for ever, and what would have to change so that it could?
 #
