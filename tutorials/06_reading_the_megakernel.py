@@ -127,10 +127,10 @@ for name, size in drawn.items():
 # %% [markdown]
 # A third less to draw, at a price: a stage may be filled only when the consumers of *both* blocks have emptied it, so each
 # waits for the slower one. Measured on one H200, both blocks in step but without multicast took 4 to 6 % longer with 8
-# experts and 4096 tokens or more. With multicast the pair gains 1 to 2 % where products are all there is to do, 5 to 6 %
-# where weights come from memory, and loses 2 or 3 % in a few cells; the
-# [lab notes](../docs/lab/megakernel.md#versions) have all of them. That two blocks which wait for each other at every step
-# never wait for ever is argued line by line at the top of [`pairs`][moe_fast.kernel.pairs].
+# experts and 4096 tokens or more. With multicast, pairs take 2 to 6 % less time than single blocks where experts have about
+# 256 rows, the two tiles of a pair, elsewhere mostly 0 to 2 %, and in a few cells 1 to 3 % more; the
+# [lab notes](../lab/megakernel.md#versions) have all of them. That two blocks which wait for each other at every step never
+# wait for ever is argued line by line at the top of [`pairs`][moe_fast.kernel.pairs].
 #
 # ## The subscribers
 #
