@@ -50,6 +50,13 @@ def test_reports_name_their_accesses_and_are_explained(sanitizer):
     assert "relaxed" in second["explanation"]
 
 
+def test_pairs_of_blocks_write_task_words_at_two_places(sanitizer):
+    read, first, second = "Read LDS.64 R6, [R9+0x100]", "Write STS.64 [R35+0x100], R14", "Write STS.64 [R21+0x100], R12"
+    assert sanitizer.word_of([read, first, second]) == "task word"
+    assert sanitizer.word_of([first, second]) is None
+    assert sanitizer.word_of([read, "Write STS.64 [R35+0x108], R14"]) is None
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -90,15 +90,16 @@ def read_racecheck(text: str, instructions: dict[int, str]) -> dict[str, Any]:
 
 
 def word_of(accesses: list[str]) -> str | None:
-    """The word that all accesses of a report meet in, if it is a known one: one store, then loads at the same offset.
+    """The word that all accesses of a report meet in, if it is a known one: stores and loads at the same offset.
 
-    The task words are the only ones of 64 bits that are written after the start, the end flag is the only one of 32
-    bits that is read and written at a fixed offset.
+    The task words are the only ones of 64 bits that are written after the start (where two blocks are a pair, at two
+    places, by either block's dispatcher), the end flag is the only one of 32 bits that is read and written at a fixed
+    offset.
     """
     shared = r"(?:Write (?:@!?U?P\d+ )?STS|Read (?:@!?U?P\d+ )?LDS)(\.64)? .*?\[U?R\d+\+(0x[0-9a-f]+)\].*"
     found = [re.fullmatch(shared, one) for one in accesses]
     places = {one.groups() if one else None for one in found}
-    if len(places) != 1 or None in places or not accesses[0].startswith("Write"):
+    if len(places) != 1 or None in places or {one.split()[0] for one in accesses} != {"Read", "Write"}:
         return None
     ((wide, _),) = places
     return "task word" if wide else "end flag"
