@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress
 
 from moe_ref.config import MoEConfig
-from moe_ref.errors import BackendUnavailable, UsageError
+from moe_ref.errors import UsageError
 from moe_ref.placement import names
 from moe_ref.replicas import Placement
 
@@ -43,8 +42,9 @@ def compile_kernels(
     A kernel whose file is there already is not compiled again. Of a placement only the number of replicas and of slots
     are compiled in: kernels for one serve every other of the same numbers.
     """
+    from moe_fast.compiler import cache_folder, check_compiler, compile_all, inspect_file
+
     check_compiler()
-    from moe_fast.compiler import cache_folder, compile_all, inspect_file
     from moe_fast.kernel.constants import SCHEDULERS, TRANSPORTS
     from moe_fast.kernel.shapes import KernelShape
     from moe_ref.console import err
@@ -84,16 +84,6 @@ def compile_kernels(
                 )
     if as_json:
         print(json.dumps({"folder": str(out or cache_folder()), "kernels": kernels}))
-
-
-def check_compiler() -> None:
-    """Raise BackendUnavailable where the CuTe DSL is not installed."""
-    try:
-        version("nvidia-cutlass-dsl")
-    except PackageNotFoundError:
-        raise BackendUnavailable(
-            "compiling kernels needs the CuTe DSL, which is not installed; pip install -e '.[fused]' in the checkout"
-        ) from None
 
 
 def _configs(path: Path | None) -> list[MoEConfig]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,16 @@ NVSHMEM_VERSION = "nvshmemi_device_lib_version_d"
 """The constant of NVSHMEM's device library that holds its version."""
 SHARED_BYTES = 3072 + STAGES * (TILE_ROWS + TILE_COLUMNS) * LINE_BYTES + 2 * TILE_ROWS * LINE_BYTES
 """Most shared memory of a block: barriers, the task word and biases, pipeline stages, epilogue buffers."""
+
+
+def check_compiler() -> None:
+    """Raise BackendUnavailable where the CuTe DSL is not installed."""
+    try:
+        version("nvidia-cutlass-dsl")
+    except PackageNotFoundError:
+        raise BackendUnavailable(
+            "compiling kernels needs the CuTe DSL, which is not installed; pip install -e '.[fused]' in the checkout"
+        ) from None
 
 
 def import_cutlass() -> Any:

@@ -21,8 +21,7 @@ from moe_fast.failures import ErrorRecord
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import placement_tables
 from moe_fast.kernel.shapes import KernelShape
-from moe_fast.memory import Memory
-from moe_fast.timeline import trace_words
+from moe_fast.memory import Memory, trace_words
 from moe_ref.errors import UsageError
 from moe_ref.layout import ceil_div
 from moe_ref.placement import Placement

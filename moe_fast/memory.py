@@ -18,6 +18,14 @@ from moe_fast.kernel.regions import (
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.errors import UsageError
 
+TRACKS, EVENTS = 5, 512
+"""Tracks of a block and events of a track in traced variants: those of `signals.TRACKS` and `signals.EVENTS`."""
+
+
+def trace_words(blocks: int) -> int:
+    """int64 words of the trace: per block and track a header and EVENTS events of three words."""
+    return blocks * TRACKS * (EVENTS + 1) * 3
+
 
 class Memory:
     """A kernel's memory; the workspace is allocated here, zeroed.

@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_fast.memory import EVENTS, TRACKS
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.simulator import Interval
 
 if TYPE_CHECKING:
     from moe_fast.engine import Engine
 
-TRACKS, EVENTS = 5, 512
-"""Tracks of a block and events of a track in traced variants: those of `signals.TRACKS` and `signals.EVENTS`."""
 PHASES = {-1: "gate", -2: "plan", -3: "list", -4: "push", -5: "combine", -6: "solve"}
 ACTORS = ("processor", "storer", "spare", "main-loop-1", "main-loop-2")
 """By track; the main loops of either warpgroup of a processor, without the epilogue, have tracks of their own."""
-
-
-def trace_words(blocks: int) -> int:
-    """int64 words of the trace: per block and track a header and EVENTS events of three words."""
-    return blocks * TRACKS * (EVENTS + 1) * 3
 
 
 @dataclass(frozen=True)

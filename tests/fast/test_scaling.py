@@ -452,7 +452,7 @@ def test_the_kernels_of_a_run_are_compiled_ahead(tmp_path, monkeypatch, capfd):
         yield from (tmp_path / f"{number}.o" for number in range(len(asked["shapes"])))
 
     monkeypatch.setattr("moe_fast.compiler.compile_all", compile_all)
-    monkeypatch.setattr("moe_fast.commands.check_compiler", lambda: None)
+    monkeypatch.setattr("moe_fast.compiler.check_compiler", lambda: None)
     code, out, err = command(["compile", "--ranks", "4", "--jobs", "2", "--json"], capfd)
     assert code == 0, err
     assert asked == {"shapes": shapes(plan(4), 4), "jobs": 2}

@@ -11,7 +11,8 @@ import torch
 from moe_fast.bench import contestants, measure
 from moe_fast.doctor import gpu_checks
 from moe_fast.heap import check_version
-from moe_fast.timeline import EVENTS, TRACKS, timeline_of, trace_words
+from moe_fast.memory import EVENTS, TRACKS, trace_words
+from moe_fast.timeline import timeline_of
 from moe_ref.errors import BackendUnavailable
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.trace import check_trace, chrome_trace

@@ -113,8 +113,7 @@ def _name_cells(planned: planning.Planned, as_json: bool) -> None:
 
 def _compile(planned: planning.Planned, ranks: int, scheduler: str, jobs: int, as_json: bool) -> None:
     """Compile what is not in the cache (MOE_REF_CACHE)."""
-    from moe_fast.commands import check_compiler
-    from moe_fast.compiler import cache_folder, compile_all
+    from moe_fast.compiler import cache_folder, check_compiler, compile_all
 
     check_compiler()
     shapes, names = planning.shapes(planned, ranks, scheduler), []
