@@ -32,9 +32,9 @@ def whole_pairs(blocks: int, scheduler: str) -> int:
     Raises:
         UsageError: that is too few for the scheduler.
     """
-    even = blocks - blocks % 2
-    if even < LEAST_BLOCKS[scheduler]:
+    even, least = blocks - blocks % 2, LEAST_BLOCKS[scheduler] + LEAST_BLOCKS[scheduler] % 2
+    if even < least:
         raise UsageError(
-            f"{blocks} blocks are {even // 2} pairs, scheduler={scheduler!r} needs {LEAST_BLOCKS[scheduler]} blocks"
+            f"{blocks} block{'s' * (blocks != 1)}: scheduler={scheduler!r} with pairs of blocks needs at least {least}"
         )
     return even

@@ -20,12 +20,14 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import repeat
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +179,9 @@ def compile_all(shapes: Sequence[KernelShape], folder: Path | None = None, jobs:
     if jobs == 1 or len(shapes) < 2:
         yield from (compile_to_file(shape, folder) for shape in shapes)
         return
-    # fresh processes: a fork would share the DSL's state, and whatever CUDA has started. Ctrl-C ends them at once and
-    # without a word; what is said then, this process says.
-    quiet = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
-    with ProcessPoolExecutor(min(jobs, len(shapes)), multiprocessing.get_context("spawn"), **quiet) as pool:
+    # fresh processes: a fork would share the DSL's state, and whatever CUDA has started
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(shapes)), fresh, initializer=_begin_worker) as pool:
         try:
             yield from pool.map(compile_to_file, shapes, repeat(folder))
         except BrokenProcessPool as error:
@@ -190,6 +191,20 @@ def compile_all(shapes: Sequence[KernelShape], folder: Path | None = None, jobs:
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """A process that compiles: Ctrl-C ends it at once and without a word, what is said then, its parent says; and it
+    doesn't outlive a parent that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
 
 
 @cache

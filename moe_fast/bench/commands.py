@@ -35,6 +35,8 @@ RECORDED = Path(__file__).parents[2] / "docs" / "results"
 def _layers(text: str) -> list[str]:
     """Names of layers, checked."""
     chosen = [name for name in text.split(",") if name]
+    if not chosen:
+        raise UsageError(f"--layers is {text!r}, expected some of {', '.join(LAYERS)}")
     unknown = sorted(set(chosen) - set(LAYERS))
     if unknown:
         raise UsageError(f"unknown layers {unknown}; known: {', '.join(LAYERS)}")
@@ -56,7 +58,7 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 def run_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
     tokens: str = typer.Option("", help="Only these S, separated by commas."),
-    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     chains: bool = typer.Option(True, help="Time the unfused chain too."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
@@ -80,11 +82,11 @@ def trace_command(
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Utilisation of the processors and where the rest of the time went, from in-kernel timestamps."""
-    join(out)
     chosen = [cell.partition(":")[::2] for cell in cells.split(",")]
     for layer, tokens in chosen:
         if layer not in LAYERS or not tokens.isdigit():
             raise UsageError(f"--cells has {layer}:{tokens}, which is no LAYER:S; layers: {', '.join(LAYERS)}")
+    join(out)
     if trace is not None and place()[0] == 0:
         check_output_path("--trace", trace)
     rows = []
@@ -103,18 +105,17 @@ def balance_command(
     tokens: int = typer.Option(8192, help="S."),
     skews: str = typer.Option("0,0.5,1,1.2", help="Zipf exponents of the routing, uniform first."),
     replicas: int = typer.Option(2, help="Replicas of every expert."),
-    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Replicas, balanced inside the kernel, against plain placement, at uniform and at skewed routing."""
     from moe_fast.bench import variants
 
+    chosen, numbers = _layers(layers), _numbers("--skews", skews, float)
     join(out)
     if not 1 <= replicas <= place()[1]:
         raise UsageError(f"--replicas is {replicas}, expected 1 to {place()[1]}: one a rank")
-    chosen = _layers(layers)
-    numbers = _numbers("--skews", skews, float)
     rows = [variants.run_layer(name, tokens, numbers, replicas, scheduler, repetitions) for name in chosen]
     title = f"Balanced inside the kernel: replicas against plain placement on {place()[1]} GPUs"
     description = (
@@ -131,17 +132,17 @@ def balance_command(
 def transports_command(
     layers: str = typer.Option("paper-e8,qwen3", help="Layers, separated by commas."),
     tokens: int = typer.Option(8192, help="S."),
-    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Put-with-signal against direct stores, and the fixed layout against the compact one."""
     from moe_fast.bench import variants
 
+    chosen = _layers(layers)
     join(out)
     if place()[1] < 2:
         raise UsageError("several ranks are needed: torchrun --nproc-per-node 2 -m moe_fast.bench transports")
-    chosen = _layers(layers)
     rows = [variants.run_transports(name, tokens, scheduler, repetitions) for name in chosen]
     title = f"Transports and layouts side by side on {place()[1]} GPUs"
     description = (
@@ -155,7 +156,7 @@ def transports_command(
 def wire_command(
     layers: str = typer.Option("qwen3", help="Layers, separated by commas."),
     tokens: str = typer.Option("16384,8192,4096,1024", help="Values of S, separated by commas."),
-    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
@@ -179,7 +180,7 @@ def wire_command(
 def schedulers_command(
     layers: str = typer.Option("paper-e8,paper-e128,qwen3", help="Layers, separated by commas."),
     tokens: str = typer.Option("16384,8192,1024", help="Values of S, separated by commas."),
-    repetitions: int = typer.Option(9, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(9, min=1, help="Timed calls of each contestant."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """The three schedulers side by side."""
@@ -199,7 +200,7 @@ def schedulers_command(
 def pairs_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
     tokens: str = typer.Option("16384,8192,4096,1024", help="Values of S, separated by commas."),
-    repetitions: int = typer.Option(9, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(9, min=1, help="Timed calls of each contestant."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
@@ -234,7 +235,7 @@ def table_command(
 def dtypes_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
     tokens: int = typer.Option(8192, help="Tokens of each GPU."),
-    repetitions: int = typer.Option(15, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
@@ -248,7 +249,7 @@ def dtypes_command(
 
 @app.command("growth")
 def growth_command(
-    repetitions: int = typer.Option(15, help="Timed calls of each cell."),
+    repetitions: int = typer.Option(15, min=1, help="Timed calls of each cell."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
@@ -279,7 +280,7 @@ def plot_command(
 
 @app.command("blocks")
 def blocks_command(
-    repetitions: int = typer.Option(9, help="Timed calls of each contestant."),
+    repetitions: int = typer.Option(9, min=1, help="Timed calls of each contestant."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Blocks of transformers against the same layers on the fused kernel, one GPU."""

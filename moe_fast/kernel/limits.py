@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from moe_fast.kernel.constants import DTYPES, HOME_BITS, LINE_BYTES, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from moe_fast.kernel.constants import (
+    DTYPES,
+    HOME_BITS,
+    LINE_BYTES,
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    MAX_TOP_K,
+    TILE_COLUMNS,
+)
 from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
+from moe_ref.runtime.encoding import COLUMN_BITS
 
 PLANNER_WORDS = 7680
 """Shared memory of the planner's block for the tables of replicas, in 4-byte words."""
@@ -26,6 +35,15 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     for name in ("hidden", "intermediate", "shared_intermediate"):
         if getattr(c, name) * c.element_size % LINE_BYTES:
             out.append(f"{name}={getattr(c, name)} (must be a multiple of {LINE_BYTES // c.element_size})")
+    widths = {
+        "hidden": TILE_COLUMNS, "intermediate": TILE_COLUMNS // (1 + c.gated),
+        "shared_intermediate": TILE_COLUMNS // (1 + c.gated),
+    }  # fmt: skip
+    for name, width in widths.items():
+        if getattr(c, name) > width << COLUMN_BITS:
+            out.append(
+                f"{name}={getattr(c, name)} (at most {width << COLUMN_BITS}: a task's word has room for no more)"
+            )
     if c.max_tokens * c.top_k >= 1 << HOME_BITS:
         out.append(f"max_tokens={c.max_tokens} (max_tokens * top_k must stay below 2**{HOME_BITS})")
     if ranks > 1 << (31 - HOME_BITS):

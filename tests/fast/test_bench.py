@@ -213,3 +213,12 @@ def test_sizes_that_are_none_are_refused(command, sizes):
     done = CliRunner().invoke(app, [*command, "--tokens", sizes])
     assert isinstance(done.exception, UsageError)
     assert "--tokens" in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["run", "pairs", "schedulers", "transports", "wire", "balance", "dtypes"])
+@pytest.mark.parametrize(("option", "value"), [("--layers", ","), ("--repetitions", "0")])
+def test_nothing_to_measure_is_refused_before_the_gpu_is_looked_for(command, option, value):
+    done = CliRunner().invoke(app, [command, option, value])
+    assert option in str(done.exception) or option in done.output
+    assert done.exit_code != 0
+    assert "CUDA" not in str(done.exception)

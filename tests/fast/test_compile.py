@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -262,3 +266,38 @@ def test_wrong_use_is_one_line(arguments, wrong, tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
     assert wrong in err
+
+
+ORPHANS = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from moe_fast.compiler import _begin_worker
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 600).result()
+"""
+
+
+def test_processes_that_compile_end_with_a_parent_that_was_killed(tmp_path):
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "orphans.py")], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    for _ in range(100):
+        if not is_running(worker):
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlived its parent by 10 s")
+
+
+def is_running(process: int) -> bool:
+    """Whether a process exists and is no zombie that nobody has collected."""
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

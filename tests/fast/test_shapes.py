@@ -126,6 +126,10 @@ def test_placement_tables():
         ({"top_k": 9}, "top_k=9"),
         ({"shared_intermediate": 100}, "shared_intermediate=100"),
         ({"num_groups": 64, "top_groups": 8}, "num_groups=64"),
+        ({"hidden": 2**19 + 64}, "hidden=524352 .at most 524288"),
+        ({"intermediate": 2**18 + 64}, "intermediate=262208 .at most 262144"),
+        ({"intermediate": 2**19 + 64, "gated": False, "activation": "relu"}, "intermediate=524352 .at most 524288"),
+        ({"shared_intermediate": 2**18 + 64}, "shared_intermediate=262208 .at most 262144"),
     ],
 )
 def test_what_the_kernel_lacks_is_refused_by_name(change, word):
