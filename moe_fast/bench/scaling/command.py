@@ -52,7 +52,7 @@ def scaling_command(
     quick: bool = typer.Option(False, "--quick", help="Fewer cells, smaller S, five repetitions: does it all work?"),
     budget: float | None = typer.Option(None, help="Seconds after which no further cell is begun."),
     figures: str = typer.Option(",".join(FIGURES), help="What to measure, separated by commas."),
-    repetitions: int | None = typer.Option(None, min=1, help="Timed calls of each contestant; 15, with --quick 5."),
+    repetitions: int | None = typer.Option(None, help="Timed calls of each contestant; 15, with --quick 5."),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
     ranks: int | None = typer.Option(None, help="Number of GPUs, for cells and compile; else torchrun says it."),
     jobs: int = typer.Option(1, help="Kernels that compile makes at a time."),
