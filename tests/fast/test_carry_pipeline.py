@@ -87,6 +87,8 @@ class Block:
         self.memory: dict[Any, Any] = {}
         self.both = threading.Barrier(2 * WARPS)
         self.own = threading.local()
+        self.multiplied = 0
+        """Steps that the warps have handed to the tensor cores, all warps together."""
         # here, for Python's parser isn't made for several threads
         self.kernel = self.functions()
 
@@ -171,6 +173,8 @@ class Block:
             time.sleep(self.pipeline.pause)
         self.own.groups.append(self.own.reads)
         self.own.reads, self.own.steps = [], self.own.steps + 1
+        with self.pipeline.lock:
+            self.multiplied += 1
 
     def finish(self, left: int) -> None:
         """The tensor cores read as late as they may."""
@@ -297,8 +301,8 @@ class Pipeline:
                     for barrier in block.barriers.values():
                         barrier.change.notify_all()
 
-    def run(self) -> None:
-        """Until every role has come to the end of the tasks.
+    def run(self) -> list[int]:
+        """Until every role has come to the end of the tasks; returns the steps that each block's warps multiplied.
 
         Raises:
             AssertionError: an operand or a buffer was overwritten, somebody waits for ever, or bytes are missing.
@@ -325,6 +329,7 @@ class Pipeline:
             # all stages are handed back: each has had as many phases of loads as of releases
             for stage in range(STAGES):
                 assert block.barriers[FULL + stage].phase == block.barriers[EMPTY + stage].phase
+        return [block.multiplied for block in self.blocks]
 
 
 class Tagged:
@@ -356,6 +361,13 @@ class Fragment(Places):
         return self.name, at[3]
 
 
+def steps_of(tasks: list[Task], depth: tuple[int, int]) -> list[int]:
+    """What `Pipeline.run` has to return: a warpgroup multiplies where its 64 rows aren't all padding."""
+    members = range(len(tasks[0].filled))
+    groups = [[sum(task.filled[m] > 64 * group for group in range(2)) for task in tasks] for m in members]
+    return [sum(n * WARPS * depth[t.first] for n, t in zip(one, tasks, strict=True)) for one in groups]
+
+
 ROWS = (9, 40, 128)
 """Of a task that carries none: 16, 64 and 128 of them are loaded, one warpgroup computes or both."""
 DEPTHS = [(STAGES, STAGES + 1), (STAGES + 1, 12), (12, STAGES)]
@@ -371,7 +383,7 @@ def random_rows(choose: random.Random) -> int:
 def test_no_operand_and_no_buffer_is_overwritten_and_nobody_waits_for_ever(depth, chunks, seed):
     choose = random.Random(100 * seed + sum(depth))
     tasks = [Task(choose.random() < 0.6, False, (random_rows(choose),)) for _ in range(14)]
-    Pipeline(tasks, depth, chunks, seed).run()
+    assert Pipeline(tasks, depth, chunks, seed).run() == steps_of(tasks, depth)
 
 
 def pair_tasks(choose: random.Random, number: int) -> list[Task]:
@@ -391,7 +403,7 @@ def test_nor_in_a_pair_of_blocks(depth, chunks, seed):
     choose = random.Random(1000 * seed + 10 * sum(depth) + chunks)
     tasks = pair_tasks(choose, 12)
     late = (choose.randrange(2), choose.randrange(2), choose.randrange(WARPS), choose.randrange(3), 1)
-    Pipeline(tasks, depth, chunks, seed, late, 0.05).run()
+    assert Pipeline(tasks, depth, chunks, seed, late, 0.05).run() == steps_of(tasks, depth)
 
 
 @pytest.mark.parametrize("filled", [(130, 130), (128, 130), (130, 128), (9, 130)])

@@ -268,7 +268,10 @@ def random_tasks(seed: int) -> list:
 @pytest.mark.parametrize("start", range(0, 200, 50))
 def test_a_pair_comes_to_its_end_in_any_order(start):
     for seed in range(start, start + 50):
-        Pair(seed, random_tasks(seed), 16).run()
+        pair = Pair(seed, random_tasks(seed), 16)
+        pair.run()
+        tasks = len(pair.tasks)
+        assert [(block.computed, block.stored) for block in pair.blocks] == [(2 * tasks, tasks)] * 2
 
 
 def test_stages_need_the_consumers_of_both_blocks():
