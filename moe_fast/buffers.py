@@ -143,7 +143,7 @@ class Readback:
             rows,
             local("hidden", dtype).view(-1, shape.intermediate),
             returned,
-            int(plan[PlanWord.HELD_TILES if shape.carries else PlanWord.ROW_TILES]),
+            int(plan[PlanWord.HELD_TILES if shape.paired else PlanWord.ROW_TILES]),
             before,
             chosen_SK,
             local("shared_rows", dtype).view(-1, shape.hidden)[:tokens] if shape.shared_intermediate else None,

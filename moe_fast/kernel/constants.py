@@ -16,7 +16,7 @@ LINE_BYTES = 128
 FEW_ROWS = 16
 """Rows of a task that are loaded where the others are padding, if there aren't more; else 64 or 128."""
 CARRIED_ROWS = 32
-"""Rows of an expert's last row tile that the tasks of the tile before compute, too, if there aren't more; see `carry`.
+"""Rows of an expert's last row tile that go along with its tile pair before, if there aren't more; see `tile_pairs`.
 Their ring is half of the epilogue buffers: 32 rows of a stage are the most that fit."""
 HALF_COLUMNS = 128
 """Rows of a weight matrix that one TMA load brings; a task takes two of them, which need not be neighbours."""
@@ -40,12 +40,8 @@ BOOST_ROWS = 2112
 1056 warps, a first wave's."""
 HOME_BITS = 26
 """Where a row goes home to is one int32: source rank above, route (token, choice) in this many low bits."""
-FILLED_SHIFT = 48
-"""In the block's task word, above the task's own bits: rows of the row tile that are no padding."""
-SAME_SHIFT = 56
-"""In the task word of a paired kernel, above the rows: whether both blocks of the pair multiply by the same weights."""
-EARLY = 256
-"""In the table of a row tile's rows: a bit for a tile whose rows are all among the first ones of its own rank."""
+FIELDS_SHIFT = 48
+"""In the block's task word, above the task's own bits: the fields of `tile_pairs`."""
 AHEAD = 8
 """Steps before the end of a task's loads at which its block asks for the next one."""
 WORDS = 3
@@ -74,8 +70,8 @@ class Counter:
 
 
 class PlanWord:
-    """Index of each word that the planner publishes. ROW_TILES are those that are dealt; where some are carried,
-    HELD_TILES are all of them."""
+    """Index of each word that the planner publishes. ROW_TILES are those that are dealt; in a paired kernel, which
+    deals some twice and others not at all, HELD_TILES are those that there are."""
 
     ROW_TILES, NEAR_ROWS, FAR_UNITS, STATUS, USABLE, HELD_TILES = range(6)
 

@@ -39,7 +39,7 @@ from moe_fast.kernel.plan import (
     sync_consumers,
     wait_plan,
 )
-from moe_fast.kernel.processor import filled_rows, take_word, unpack
+from moe_fast.kernel.processor import fields_of, member_of, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
@@ -56,6 +56,7 @@ from moe_fast.kernel.signals import (
     tile_at_home,
 )
 from moe_fast.kernel.sums import sum_rest
+from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same, field_split
 from moe_fast.kernel.tokens import list_all_tokens
 from moe_fast.kernel.transport import landings_of, peers_mapped, put_results, runs_of_warp
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
@@ -202,9 +203,21 @@ def consume(
                 routed = Int32(task_slot(word)) != SHARED_SLOT
                 if kind != GEMM0 and not routed:
                     depth = Int32(k.shared_depth1)
-            filled = filled_rows(k, word)
+            fields = fields_of(word)
+            filled = field_rows(fields)
+            # whether this warpgroup has rows of the tile; of a split one each block computes the half that it would
+            # have of a whole one with its first or its second warpgroup
+            used = filled > group * (TILE_ROWS // 2)
+            if cutlass.const_expr(not k.paired):
+                used = group == 0 or used
+            else:
+                used = used and (field_split(fields) == 0 or group == member_of(block))
+            few, mine = Int32(0), Boolean(False)
             if cutlass.const_expr(k.carries):
-                if filled > TILE_ROWS:
+                few = field_few(fields)
+                # where both blocks have the weights, each does half of the carried rows' columns
+                mine = few > 0 and (field_same(fields) == 0 or group == member_of(block))
+                if few > 0:
                     # the ring of the carried rows is both warpgroups' first buffer: free once the storer has read it
                     cute.arch.mbarrier_wait(chunk_empty + group * 2, (parity & 1) ^ 1)
                     cute.arch.fence_proxy("async.shared", space="cta")
@@ -224,12 +237,9 @@ def consume(
             if cutlass.const_expr(k.put):
                 # nothing of the last product is left: else it would be kept in memory over the calls below
                 acc.fill(0.0)
-            used = group == 0 or filled > TILE_ROWS // 2
-            if cutlass.const_expr(k.paired):
-                used = filled > group * (TILE_ROWS // 2)
             if cutlass.const_expr(k.carries):
-                if filled > TILE_ROWS:
-                    few_row = (row_tile + 1) * TILE_ROWS + lane % CARRIED_ROWS
+                if mine:
+                    few_row = carried_tile(fields, member_of(block), row_tile) * TILE_ROWS + lane % CARRIED_ROWS
                     few_home = Int32(0)
                     if kind != GEMM0:
                         few_home = landing_of(k, a, side, few_row)
@@ -246,14 +256,17 @@ def consume(
                         turn_few(k, dtype, True, few_acc, own, address, column, group, thread)
                     else:
                         address = home_address(
-                            k, a, side, few_home, TILE_ROWS + lane % CARRIED_ROWS < filled, peers, few_row, few_row,
-                            column,
+                            k, a, side, few_home, lane % CARRIED_ROWS < few, peers, few_row, few_row, column
                         )  # fmt: skip
                         turn_few(k, dtype, False, few_acc, own, address, column, group, thread)
-                elif used:
-                    count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
                 else:
-                    count = pass_over(full, empty, count, depth, k.paired)
+                    if used:
+                        count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
+                    else:
+                        count = pass_over(full, empty, count, depth, k.paired)
+                    if few > 0:
+                        # as above, where the other warpgroup carries
+                        sync_consumers()
             elif used:
                 count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
             else:
@@ -272,7 +285,7 @@ def consume(
             else:
                 row = warp_id * 16 + lane % 16
                 address = home_address(
-                    k, a, side, home, row < filled and routed, peers, row_tile * TILE_ROWS + row, place,
+                    k, a, side, home, used and row < filled and routed, peers, row_tile * TILE_ROWS + row, place,
                     column,
                 )  # fmt: skip
                 if cutlass.const_expr(k.shared_intermediate > 0):

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SAME_SHIFT, SHARED_SLOT, TILE_ROWS
+from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
 from moe_fast.kernel.loads import load_bias, load_carrying, load_logits, load_product
-from moe_fast.kernel.processor import filled_rows, take_word, unpack
+from moe_fast.kernel.processor import fields_of, member_of, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
@@ -23,6 +23,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     wait_reached,
 )
+from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same, field_split
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -41,7 +42,7 @@ def load(
     few_free: cute.Pointer, pair: tuple, side: Int32, block: Int32, processors: Int32, height: Int32,
     token_tiles: Int32,
 ):  # fmt: skip
-    """The loader warp. pair: in a paired kernel the stage barriers of products, and which of the two blocks this is."""
+    """The loader warp. pair: the stage barriers of a paired kernel's products."""
     one = cute.make_layout(1)
     aRowsFew, tRowsFew, aHiddenFew, tHiddenFew = few
     pairs = []
@@ -149,9 +150,9 @@ def load(
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     if cutlass.const_expr(k.paired):
         # both blocks count the stages of their common tasks from 0 on, however many token tiles each has had
-        full, empty, member = pair
+        full, empty = pair
         count = Int32(0)
-    number = Int32(0)
+    number, member = Int32(0), member_of(block)
     go = Boolean(True)
     while go:
         word = take_word(k, slots, word_full, word_empty, number)
@@ -159,9 +160,15 @@ def load(
         go = kind != STOP
         if go:
             expert = Int32(task_slot(word))
+            fields = fields_of(word)
             couple = ()
+            # of a split tile this block's half, and how many rows that has
+            half, rows, split = Int32(0), field_rows(fields), Int32(0)
             if cutlass.const_expr(k.paired):
-                couple = (Int32((word >> SAME_SHIFT) & 1) != 0, member)
+                couple = (field_same(fields) != 0, member)
+                split = field_split(fields)
+                half = split * member
+                rows = min(rows, TILE_ROWS - split * (TILE_ROWS // 2) * (1 - member)) - half * (TILE_ROWS // 2)
             low, high = column * 2, column * 2 + 1
             if cutlass.const_expr(k.gated):
                 if kind == GEMM0:
@@ -190,7 +197,7 @@ def load(
                         count = load_product(
                             k, k.depth0, full, empty, count, aToken, gToken[(None, row_tile, None)], sToken,
                             aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
-                            sSharedFirst, asked, TILE_ROWS, couple,
+                            sSharedFirst, asked, TILE_ROWS, half, couple,
                         )  # fmt: skip
                     else:
                         wait_reached(
@@ -202,42 +209,65 @@ def load(
                             k, k.shared_depth1, full, empty, count, aSharedHidden,
                             gSharedHidden[(None, row_tile, None)], sSharedHidden, aSharedSecond,
                             gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
-                            asked, TILE_ROWS, couple,
+                            asked, TILE_ROWS, half, couple,
                         )  # fmt: skip
+            wanted = Int32(k.columns0) * (1 + split)
             if cutlass.const_expr(k.carries):
-                if filled_rows(k, word) > TILE_ROWS:
-                    # a full row tile and the few rows of the next one
+                if field_few(fields) > 0:
+                    # a full row tile, or half of one, and the few rows of the carried one
                     routed = Boolean(False)
-                    next_tile = row_tile + 1
+                    other = carried_tile(fields, member, row_tile)
                     boxes = TILE_ROWS // CARRIED_ROWS
                     if kind == GEMM0:
-                        for tile in (row_tile, next_tile):
+                        for tile in (row_tile, other):
                             wait_reached(
                                 arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, tile,
                                 "sys",
                             )  # fmt: skip
                         cute.arch.fence_proxy("async")
                         first = side * (a.rows // TILE_ROWS)
-                        count = load_carrying(
-                            k, k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows,
-                            aFirst, gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)], sFirst,
-                            aRowsNext, gRowsNext[(None, (first + next_tile) * boxes, None)], sRowsNext, asked, few_free,
-                            turn, couple,
-                        )  # fmt: skip
+                        gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
+                        gNext = gRowsNext[(None, (first + other) * boxes, None)]
+                        if split == 0:
+                            count = load_carrying(
+                                k, k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows,
+                                aFirst, gA, gB, sFirst, aRowsNext, gNext, sRowsNext, asked, few_free, turn, TILE_ROWS,
+                                half, couple,
+                            )  # fmt: skip
+                        else:
+                            count = load_carrying(
+                                k, k.depth0, full, empty, count, aRowsHalf,
+                                gRowsHalf[(None, (first + row_tile) * 2 + half, None)], sRowsHalf, aFirst, gA, gB,
+                                sFirst, aRowsNext, gNext, sRowsNext, asked, few_free, turn, TILE_ROWS // 2, half,
+                                couple,
+                            )  # fmt: skip
                     else:
-                        wait_reached(
-                            counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile,
-                            "gpu",
-                        )  # fmt: skip
+                        # a whole tile pair's few hidden rows are half of either member's
+                        beside = row_tile
+                        if split == 0 and field_same(fields) != 0:
+                            beside = row_tile + 1 - 2 * member
+                        for tile in (row_tile, beside):
+                            wait_reached(
+                                counters, done_word(tile), wanted, a, Role.LOADER, Wait.HIDDEN, tile, "gpu"
+                            )  # fmt: skip
                         cute.arch.fence_proxy("async")
-                        count = load_carrying(
-                            k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
-                            gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)], sSecond,
-                            aHiddenNext, gHiddenNext[(None, next_tile * boxes, None)], sHiddenNext, asked, few_free,
-                            turn, couple,
-                        )  # fmt: skip
+                        gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
+                        gNext = gHiddenNext[(None, other * boxes, None)]
+                        if split == 0:
+                            count = load_carrying(
+                                k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
+                                aSecond, gA, gB, sSecond, aHiddenNext, gNext, sHiddenNext, asked, few_free, turn,
+                                TILE_ROWS, half, couple,
+                            )  # fmt: skip
+                        else:
+                            count = load_carrying(
+                                k, k.depth1, full, empty, count, aHiddenHalf,
+                                gHiddenHalf[(None, row_tile * 2 + half, None)], sHiddenHalf, aSecond, gA, gB, sSecond,
+                                aHiddenNext, gNext, sHiddenNext, asked, few_free, turn, TILE_ROWS // 2, half, couple,
+                            )  # fmt: skip
                     turn += 1
             if routed:
+                few_box = TILE_ROWS // FEW_ROWS
                 if kind == GEMM0:
                     tile = buffer_tile(k, a, row_tile)
                     wait_reached(
@@ -247,43 +277,43 @@ def load(
                     cute.arch.fence_proxy("async")
                     gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
                     tile = side * (a.rows // TILE_ROWS) + tile
-                    if filled_rows(k, word) > TILE_ROWS // 2:
+                    if rows > TILE_ROWS // 2:
                         count = load_product(
                             k, k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
-                            sFirst, asked, TILE_ROWS, couple,
+                            sFirst, asked, TILE_ROWS, half, couple,
                         )  # fmt: skip
-                    elif filled_rows(k, word) > FEW_ROWS:
+                    elif rows > FEW_ROWS:
                         count = load_product(
-                            k, k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)], sRowsHalf,
-                            aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2, couple,
+                            k, k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2 + half, None)],
+                            sRowsHalf, aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2, half, couple,
                         )  # fmt: skip
                     else:
                         count = load_product(
                             k, k.depth0, full, empty, count, aRowsFew,
-                            gRowsFew[(None, tile * (TILE_ROWS // FEW_ROWS), None)], sRowsFew, aFirst, gA, gB, sFirst,
-                            asked, FEW_ROWS, couple,
+                            gRowsFew[(None, tile * few_box + half * (few_box // 2), None)], sRowsFew, aFirst, gA, gB,
+                            sFirst, asked, FEW_ROWS, half, couple,
                         )  # fmt: skip
                 else:
                     wait_reached(
-                        counters, done_word(row_tile), Int32(k.columns0), a, Role.LOADER, Wait.HIDDEN, row_tile,
-                        "gpu",
+                        counters, done_word(row_tile), wanted, a, Role.LOADER, Wait.HIDDEN, row_tile, "gpu"
                     )  # fmt: skip
                     cute.arch.fence_proxy("async")
                     gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
-                    if filled_rows(k, word) > TILE_ROWS // 2:
+                    if rows > TILE_ROWS // 2:
                         count = load_product(
                             k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
-                            aSecond, gA, gB, sSecond, asked, TILE_ROWS, couple,
+                            aSecond, gA, gB, sSecond, asked, TILE_ROWS, half, couple,
                         )  # fmt: skip
-                    elif filled_rows(k, word) > FEW_ROWS:
+                    elif rows > FEW_ROWS:
                         count = load_product(
-                            k, k.depth1, full, empty, count, aHiddenHalf, gHiddenHalf[(None, row_tile * 2, None)],
-                            sHiddenHalf, aSecond, gA, gB, sSecond, asked, TILE_ROWS // 2, couple,
+                            k, k.depth1, full, empty, count, aHiddenHalf,
+                            gHiddenHalf[(None, row_tile * 2 + half, None)], sHiddenHalf, aSecond, gA, gB, sSecond,
+                            asked, TILE_ROWS // 2, half, couple,
                         )  # fmt: skip
                     else:
                         count = load_product(
                             k, k.depth1, full, empty, count, aHiddenFew,
-                            gHiddenFew[(None, row_tile * (TILE_ROWS // FEW_ROWS), None)], sHiddenFew, aSecond, gA, gB,
-                            sSecond, asked, FEW_ROWS, couple,
+                            gHiddenFew[(None, row_tile * few_box + half * (few_box // 2), None)], sHiddenFew, aSecond,
+                            gA, gB, sSecond, asked, FEW_ROWS, half, couple,
                         )  # fmt: skip
         number += 1

@@ -44,7 +44,7 @@ from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
 from moe_fast.kernel.pairs import dispatch_pair_words, meet, pass_words_on
 from moe_fast.kernel.plan import wait_plan
-from moe_fast.kernel.processor import READERS, dispatch_words
+from moe_fast.kernel.processor import READERS, dispatch_words, member_of
 from moe_fast.kernel.regions import gate_tiles
 from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import KernelShape
@@ -276,13 +276,11 @@ class MegaKernel:
             cute.arch.store(s.peers.data_ptr() + thread, read(a.peers, thread, Int64))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        load_pair, consume_pair = (), ()
+        pair = ()
         if cutlass.const_expr(k.paired):
             meet()
-            member = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
             inbox = s.inbox.data_ptr()
-            consume_pair = (s.pair_full.data_ptr(), s.pair_empty.data_ptr())
-            load_pair = (*consume_pair, member)
+            pair = (s.pair_full.data_ptr(), s.pair_empty.data_ptr())
 
         sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
         sAh = s.sA.get_tensor(lAh.outer, swizzle=lAh.inner)
@@ -308,12 +306,12 @@ class MegaKernel:
                         k, a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst,
                         aSecond, tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following,
                         sE, sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
-                        word_empty, asked, few_free, load_pair, side, block, processors, height, token_tiles,
+                        word_empty, asked, few_free, pair, side, block, processors, height, token_tiles,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
                         if cutlass.const_expr(k.paired):
-                            if member == 0:
+                            if member_of(block) == 0:
                                 dispatch_pair_words(
                                     k, a, side, slots, word_full, word_empty, asked, inbox, block, processors
                                 )
@@ -340,7 +338,7 @@ class MegaKernel:
             consume(
                 k, a, sA, sAh, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
-                few_free, sent, slots, word_full, word_empty, consume_pair, epoch, side, block, blocks, processors,
+                few_free, sent, slots, word_full, word_empty, pair, epoch, side, block, blocks, processors,
                 height, token_tiles, thread - 128,
             )  # fmt: skip
 

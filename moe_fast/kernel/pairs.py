@@ -1,10 +1,10 @@
 """A processor of two blocks that share weights (`KernelShape.paired`).
 
-Blocks 2 i and 2 i + 1 are a cluster. A task is for both: row tiles 2 t and 2 t + 1 of the list of row tiles, the same
-column tile. Where both tiles belong to one expert each block loads one half of the weights of a step and TMA writes it
-into both (multicast): 16 KB of rows and 16 KB of weights leave the L2 cache for a block and step, instead of 48 KB.
-Where they belong to two experts, each block loads its own weights. Without a second tile (their number is odd) the
-second block takes the first tile again with no rows: it loads its half of the weights and computes and stores nothing.
+Blocks 2 i and 2 i + 1 are a cluster. A task is for both: one tile pair (`tile_pairs`), one column tile. Where the pair
+is of one expert each block loads one half of the weights of a step and TMA writes it into both (multicast): 16 KB of
+rows and 16 KB of weights leave the L2 cache for a block and step, instead of 48 KB. Where it is of two experts, each
+block loads its own weights. A second block without rows (a split tile of at most 64) loads its half of the weights and
+computes and stores nothing.
 
 Who waits for whom across the pair, and why that ends:
 
@@ -17,7 +17,7 @@ Who waits for whom across the pair, and why that ends:
   waited for the phase before.
 - Induction over steps: step n is loaded when both blocks' consumers have released step n - 4 and both loaders have
   come to n. A consumer between two tasks waits for its epilogue's buffers, that is for its own storer, which waits for
-  its own TMA stores; where rows are carried its loader waits for that consumer, and the other block not at all. A
+  its own TMA stores; where rows are carried its loader waits for that consumer, each block's for its own. A
   loader between two tasks waits for rows, which no product holds up, or for hidden tiles: those of tasks before its own
   (see `scheduler`), whose steps, if they were this pair's, are all below n. These waits also end with the clock, and a
   loader whose wait has failed goes on and loads, so the other block isn't left alone.
@@ -43,12 +43,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
-from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, PlanWord
+from moe_fast.kernel.constants import FIELDS_SHIFT, PlanWord
 from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import next_mail, next_ticket
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Role, read
+from moe_fast.kernel.tile_pairs import FIELDS, SAME_BIT, VOID
 from moe_ref.runtime.encoding import NONE, STOP, pack_task, task_column_tile, task_kind, task_row_tile
 
 WORD, FULL, FREE = range(3)
@@ -63,20 +64,15 @@ def meet():
     cute.arch.cluster_wait()
 
 
-def pair_words(task, slots, tiles, rows, alone):
+def pair_words(task, slots, tiles, fields):
     """The task words of both blocks, from a task of the pair: Int64s or ints.
 
-    slots, tiles, rows: expert slot, place in the buffers and rows of the first and the second row tile; alone: 1 where
-    there is no second tile, and the first stands in for it, else 0.
+    slots, tiles, fields: expert slot, place in the buffers and fields of the first and the second member's row tile.
     """
     words = []
-    # the same slot, without a branch: the difference of slots is below 2**12
-    apart = slots[0] - slots[1]
-    same = ((1 << 24) - apart * apart) >> 24
     for member in range(2):
         word = pack_task(task_kind(task), slots[member], tiles[member], task_column_tile(task))
-        filled = rows[member] * (1 - alone) if member else rows[member]
-        words.append(word | (filled << FILLED_SHIFT) | (same << SAME_SHIFT))
+        words.append(word | ((fields[member] & FIELDS) << FIELDS_SHIFT))
     return tuple(words)
 
 
@@ -117,16 +113,10 @@ def dispatch_pair_words(
                     word = next_mail(k, a, side, block // 2, blocks // 2, mails)
             if Int32(task_kind(word)) != STOP:
                 first = Int32(task_row_tile(word))
-                second = min(first + 1, row_tiles - 1)
-                experts = (Int64(read(a.tile_slot, first)), Int64(read(a.tile_slot, second)))
-                rows = (
-                    Int64(read(a.tile_rows, first) & (EARLY - 1)),
-                    Int64(read(a.tile_rows, second) & (EARLY - 1)),
-                )
-                tiles = (Int64(first), Int64(second))
-                if cutlass.const_expr(k.carries):
-                    tiles = (Int64(read(a.tile_at, first)), Int64(read(a.tile_at, second)))
-                word, other = pair_words(word, experts, tiles, rows, Int64(first + 1 - second))
+                entries = []
+                for table in (a.tile_slot, a.tile_at, a.tile_rows):
+                    entries.append((Int64(read(table, first)), Int64(read(table, first + 1))))
+                word, other = pair_words(word, *entries)
         go = Int32(task_kind(word)) != STOP
         cute.arch.mbarrier_wait(inbox + FREE, (number & 1) ^ 1)
         cute.arch.store_async_dsmem(inbox + WORD, (Int32(other & 0xFFFFFFFF), Int32(other >> 32)), inbox + FULL, 1)
@@ -161,7 +151,9 @@ def pass_words_on(
         cute.arch.mbarrier_arrive(inbox + FREE, 0, scope=MemScopeKind.CLUSTER)
         go = Int32(task_kind(word)) != STOP
         if not ok and go:
-            word = word & ~(Int64(EARLY - 1) << FILLED_SHIFT)
+            # the same weights as for the other block, but no rows
+            kept = FIELDS_SHIFT + SAME_BIT
+            word = (word & ((1 << FIELDS_SHIFT) - 1 | 1 << kept)) | (Int64(VOID) << FIELDS_SHIFT)
         cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
         if not go:
             wait_list(a, side, blocks)

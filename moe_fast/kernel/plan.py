@@ -14,8 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel import replicas
-from moe_fast.kernel.carry import CARRIED_SHIFT, carried_tiles, task_rows
-from moe_fast.kernel.constants import EARLY, HOME_BITS, TILE_ROWS, Counter, PlanWord, Status
+from moe_fast.kernel.constants import HOME_BITS, TILE_ROWS, Counter, PlanWord, Status
 from moe_fast.kernel.dispatch import boost_rows
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
 from moe_fast.kernel.shapes import KernelShape, dropped
@@ -31,6 +30,17 @@ from moe_fast.kernel.signals import (
     side_counters,
     wait_reached,
     write,
+)
+from moe_fast.kernel.tile_pairs import (
+    EARLY,
+    count_pairs,
+    dealt_tiles,
+    field_few,
+    field_rows,
+    field_split,
+    own_tiles,
+    pack_fields,
+    place_tile,
 )
 from moe_fast.kernel.transport import put_counts
 from moe_ref.layout import ceil_div, compact_row, fixed_row
@@ -71,9 +81,9 @@ def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, token_tiles: Int32, scratch: cute.Pointer,
     thread: Int32,
 ):  # fmt: skip
-    """The planner. scratch: 2048 words of shared memory; where row tiles are carried 2304, with replicas 8192."""
-    # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice,
-    # thrice where row tiles are carried, 1024- four words per slot, or five
+    """The planner. scratch: 2304 words of shared memory; with replicas 8192."""
+    # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice, 1024- four
+    # words per slot, or five
     counters = side_counters(a, side)
     if cutlass.const_expr(k.placed):
         replicas.load_tables(k, a, scratch, thread)
@@ -178,7 +188,7 @@ def place_replicas(
         row_tiles = Int32(0)
         near = Int32(0)
         far = Int32(0)
-    publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+    publish_plan(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
 
 
 @cute.jit
@@ -207,27 +217,17 @@ def place_experts(
             if p < a.rank:
                 before += count
     tiles = Int32(ceil_div(rows, TILE_ROWS))
-    if cutlass.const_expr(k.carries):
-        both = scan(tiles | (carried_tiles(rows) << CARRIED_SHIFT), scratch, thread)
-        tiles_before = both & ((1 << CARRIED_SHIFT) - 1)
-        carried_before = both >> CARRIED_SHIFT
-    else:
-        tiles_before = scan(tiles, scratch, thread)
+    tiles_before = scan(tiles, scratch, thread)
     # where each rank's experts begin, in tiles and in my send list: one word per rank from the thread that knows it
     tile_at = scratch + 512
     list_at = scratch + 512 + k.ranks + 1
-    carried_at = scratch + 512 + 2 * (k.ranks + 1)
     for p in cutlass.range_constexpr(k.ranks):
         if thread == k.first_expert(p):
             cute.arch.store(tile_at + p, tiles_before)
             cute.arch.store(list_at + p, start)
-            if cutlass.const_expr(k.carries):
-                cute.arch.store(carried_at + p, carried_before)
     if thread == k.experts - 1:
         cute.arch.store(tile_at + k.ranks, tiles_before + tiles)
         cute.arch.store(list_at + k.ranks, start + mine)
-        if cutlass.const_expr(k.carries):
-            cute.arch.store(carried_at + k.ranks, carried_before + carried_tiles(rows))
     sync_consumers()
 
     far = Int32(0)
@@ -266,89 +266,122 @@ def place_experts(
             pushed = min(max(boost_rows(near) - earlier, Int32(0)), mine)
             cute.arch.store(slot_tile + k.slots + slot, before)
             cute.arch.store(slot_tile + 2 * k.slots + slot, before + pushed)
-        if cutlass.const_expr(k.carries):
-            cute.arch.store(slot_tile + 3 * k.slots + slot, carried_before - cute.arch.load(carried_at + a.rank, Int32))
     sync_consumers()
     held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
-    if cutlass.const_expr(k.carries):
-        carried = cute.arch.load(carried_at + a.rank + 1, Int32) - cute.arch.load(carried_at + a.rank, Int32)
-        if not usable:
-            carried = Int32(0)
-        publish_tasks(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, carried)
-        publish_words(k, a, side, thread, row_tiles - carried, row_tiles, near, far, usable, status)
-    else:
-        publish_plan(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+    publish_plan(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
 
 
 @cute.jit
 def publish_plan(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
-    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, near: Int32, far: Int32, usable: Boolean, status: Int32,
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32,
+    slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, near: Int32, far: Int32,
+    usable: Boolean, status: Int32,
 ):  # fmt: skip
     """The tables of my row tiles, then the plan's words and the signal that all is there.
 
     slot_rows, slot_tile: rows and first tile of each of my `held` slots, in the fixed layout of each (slot, source).
     near: rows that stay here. far: units of rows for the peer that gets most.
     """
+    dealt = row_tiles
+    if cutlass.const_expr(k.paired):
+        dealt = publish_pairs(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles)
+    else:
+        publish_tiles(k, a, side, thread, slot_rows, slot_tile, held, row_tiles)
+    publish_words(k, a, side, thread, dealt, row_tiles, near, far, usable, status)
+
+
+@cute.jit
+def slot_of(most: cutlass.Constexpr, slot_tile: cute.Pointer, held: Int32, tile: Int32) -> Int32:
+    """The slot, of the first `held` of at most `most`, that a row tile belongs to."""
+    slot = Int32(0)
+    for bit in cutlass.range_constexpr((most - 1).bit_length()):
+        further = slot + (1 << ((most - 1).bit_length() - 1 - bit))
+        if further < held:
+            if cute.arch.load(slot_tile + further, Int32) <= tile:
+                slot = further
+    return slot
+
+
+@cute.jit
+def early_bit(
+    k: cutlass.Constexpr[KernelShape], slot_tile: cute.Pointer, slot: Int32, begun: Int32, end: Int32
+) -> Int32:
+    """EARLY if a slot's rows `begun` to `end` are all among the first ones of this rank, else 0."""
+    early = Int32(0)
+    if cutlass.const_expr(k.early):
+        lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
+        if begun >= lowest and end <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
+            early = Int32(EARLY)
+    return early
+
+
+@cute.jit
+def publish_tiles(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
+    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32,
+):  # fmt: skip
+    """The tables of my row tiles where each is dealt once, as itself; see `publish_plan`."""
     most = k.slots * k.ranks if k.fixed else k.slots
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     for tile in range(thread, row_tiles, CONSUMERS):
-        slot = Int32(0)
-        for bit in cutlass.range_constexpr((most - 1).bit_length()):
-            further = slot + (1 << ((most - 1).bit_length() - 1 - bit))
-            if further < held:
-                if cute.arch.load(slot_tile + further, Int32) <= tile:
-                    slot = further
+        slot = slot_of(most, slot_tile, held, tile)
         begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
         filled = min(cute.arch.load(slot_rows + slot, Int32) - begun, Int32(TILE_ROWS))
+        early = early_bit(k, slot_tile, slot, begun, begun + filled)
         place = tile
-        early = Int32(0)
-        if cutlass.const_expr(k.early):
-            lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
-            if begun >= lowest and begun + filled <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
-                early = Int32(EARLY)
         if cutlass.const_expr(k.fixed):
             source = slot % k.ranks
             slot = slot // k.ranks
             place = fixed_row(source, 0, 0, slot, begun, k.slots, a.slot_capacity) // TILE_ROWS
             write(a.tile_at, tile, place)
         write(a.tile_slot, tile, slot)
-        write(a.tile_rows, tile, filled | early)
+        write(a.tile_rows, tile, pack_fields(filled, 0, 0, 0) | early)
         write(targets, place, next_target(read(targets, place), filled))
-    publish_words(k, a, side, thread, row_tiles, row_tiles, near, far, usable, status)
 
 
 @cute.jit
-def publish_tasks(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
-    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, carried: Int32,
-):  # fmt: skip
-    """The tables of my row tiles where some are carried: those that are dealt, by their numbers among themselves.
+def publish_pairs(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32,
+    slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32,
+) -> Int32:  # fmt: skip
+    """The tables of my row tiles in a paired kernel, by the numbers of `tile_pairs`; returns how many are dealt.
 
-    row_tiles: all of them, carried: of these. Behind slot_tile also the carried tiles of the slots before each.
+    Into shared memory behind slot_tile go sums over the slots before each.
     """
+    slot_pairs = slot_tile + (3 if k.early else 1) * k.slots
+    counted = Int32(0)
+    if thread < held:
+        counted = count_pairs(cute.arch.load(slot_rows + thread, Int32), k.carries)
+    before = scan(counted, scratch, thread)
+    if thread < held:
+        cute.arch.store(slot_pairs + thread, before)
+    if thread == CONSUMERS - 1:
+        cute.arch.store(scratch + 9, before + counted)
+    sync_consumers()
+    total = cute.arch.load(scratch + 9, Int32)
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     for tile in range(thread, row_tiles, CONSUMERS):
-        slot = Int32(0)
-        for bit in cutlass.range_constexpr((k.slots - 1).bit_length()):
-            further = slot + (1 << ((k.slots - 1).bit_length() - 1 - bit))
-            if further < held:
-                if cute.arch.load(slot_tile + further, Int32) <= tile:
-                    slot = further
-        begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
+        slot = slot_of(k.slots, slot_tile, held, tile)
+        first = cute.arch.load(slot_tile + slot, Int32)
         rows = cute.arch.load(slot_rows + slot, Int32)
+        inside = tile - first
+        begun = inside * TILE_ROWS
         write(targets, tile, next_target(read(targets, tile), min(rows - begun, Int32(TILE_ROWS))))
-        filled = task_rows(rows, begun)
-        if filled > 0:
-            early = Int32(0)
-            lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
-            if begun >= lowest and begun + filled <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
-                early = Int32(EARLY)
-            number = tile - cute.arch.load(slot_tile + 3 * k.slots + slot, Int32)
-            write(a.tile_slot, number, slot)
-            write(a.tile_rows, number, filled | early)
-            write(a.tile_at, number, tile)
+        if inside < own_tiles(rows, k.carries):
+            number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries)
+            end = begun + field_rows(fields)
+            if field_few(fields) > 0:
+                end = rows
             write(dealt_at(k, a), tile, number)
+            for member in cutlass.range_constexpr(2):
+                if member == 0 or field_split(fields) != 0:
+                    write(a.tile_slot, number + member, slot)
+                    write(a.tile_rows, number + member, fields | early_bit(k, slot_tile, slot, begun, end))
+                    write(a.tile_at, number + member, tile)
+    dealt = dealt_tiles(total)
+    if row_tiles == 0:
+        dealt = Int32(0)
+    return dealt
 
 
 @cute.jit
@@ -356,11 +389,11 @@ def publish_words(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, dealt: Int32, row_tiles: Int32,
     near: Int32, far: Int32, usable: Boolean, status: Int32,
 ):  # fmt: skip
-    """The plan's words, after its tables, and the signal that all is there. dealt: row tiles without carried ones."""
+    """The plan's words, after its tables, and the signal that all is there. dealt: numbers that are dealt."""
     counters = side_counters(a, side)
     if thread == 0:
         write(a.plan, PlanWord.ROW_TILES, dealt)
-        if cutlass.const_expr(k.carries):
+        if cutlass.const_expr(k.paired):
             write(a.plan, PlanWord.HELD_TILES, row_tiles)
         write(a.plan, PlanWord.NEAR_ROWS, near)
         write(a.plan, PlanWord.FAR_UNITS, far * (k.ranks - 1))

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, HOME_BITS, TILE_ROWS, PlanWord
+from moe_fast.kernel.constants import FIELDS_SHIFT, HOME_BITS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
@@ -38,12 +38,12 @@ from moe_fast.kernel.signals import (
     side_counters,
     summed_word,
 )
+from moe_fast.kernel.tile_pairs import FIELDS, carried_tile, field_few, field_rows, field_same, field_split
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import (
     GEMM0,
     GEMM1,
     NONE,
-    ROW_SHIFT,
     SLOT_SHIFT,
     STOP,
     task_column_tile,
@@ -60,10 +60,14 @@ def unpack(word):
     return Int32(task_kind(word)), Int32(task_row_tile(word)), Int32(task_column_tile(word))
 
 
-def filled_rows(k, word):
-    """Rows of the task's row tile that are no padding, from the block's task word."""
-    rows = Int32(word >> FILLED_SHIFT)
-    return rows & (EARLY - 1) if k.paired else rows
+def member_of(block):
+    """Which of the two blocks of a pair this is, in a paired kernel."""
+    return block & 1
+
+
+def fields_of(word):
+    """The fields (`tile_pairs`) of a block's task word, as Int32."""
+    return Int32(word >> FIELDS_SHIFT)
 
 
 @cute.jit
@@ -132,16 +136,11 @@ def dispatch_words(
                         word = next_mail(k, a, side, processor, processors, mails)
                 if Int32(task_kind(word)) != STOP:
                     # looked up here, where there is time: the consumers' own loads would hold their products up
-                    filled = read(a.tile_rows, Int32(task_row_tile(word))) & (EARLY - 1)
+                    fields = read(a.tile_rows, Int32(task_row_tile(word))) & FIELDS
                     if cutlass.const_expr(k.scheduler != "tickets"):
                         expert = read(a.tile_slot, Int32(task_row_tile(word)))
                         word = word | (Int64(expert) << SLOT_SHIFT)
-                    if cutlass.const_expr(k.carries):
-                        # from here on the tile's place in the buffers, not its number among those that are dealt
-                        number_dealt = Int32(task_row_tile(word))
-                        tile = read(a.tile_at, number_dealt)
-                        word = word + (Int64(tile - number_dealt) << ROW_SHIFT)
-                    word = word | (Int64(filled) << FILLED_SHIFT)
+                    word = word | (Int64(fields) << FIELDS_SHIFT)
                 else:
                     after = token_tiles > 0
             if cutlass.const_expr(k.shared_intermediate > 0):
@@ -164,7 +163,8 @@ def count_returned(
     a: Args,
     side: Int32,
     row_tile: Int32,
-    filled: Int32,
+    fields: Int32,
+    member: Int32,
     routed: Boolean,
     lane: Int32,
 ):
@@ -172,38 +172,59 @@ def count_returned(
 
     The fence covers the consumers' stores too: they came before the barrier that this warp waited for. The warp that
     counts the last column tile of a row tile signals every row of it to its home, once: lane l rows l, l + 32, l + 64
-    and l + 96, and l + 128 of a tile that carries the next. Its second fence hands on what the storers of the other
-    column tiles made visible.
+    and l + 96. Both members of a pair count a split tile and the rows that are carried by both: lane 1 counts those,
+    and the last one to do so signals them. Its second fence hands on what the storers of the other column tiles made
+    visible.
 
     In the wire format "tokens" results stay here: those of another rank's token are counted for whoever sums them.
     """
     fence_results(k)
     cute.arch.sync_warp()
+    counters = side_counters(a, side)
+    few, other = Int32(0), row_tile
+    if cutlass.const_expr(k.carries):
+        few, other = field_few(fields), carried_tile(fields, member, row_tile)
     before = Int32(0)
     if lane == 0:
         place = returned_word(k, a, row_tile)
         if not routed:
             place = shared_returned(a, row_tile)
-        before = fetch_add(side_counters(a, side), place)
-    if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
+        before = fetch_add(counters, place)
+    if cutlass.const_expr(k.carries):
+        if lane == 1 and few > 0:
+            before = fetch_add(counters, returned_word(k, a, other))
+    of_tile, of_few = k.columns1 * (1 + field_split(fields)), k.columns1 * (1 + field_same(fields))
+    if cute.arch.shuffle_sync(before, 0) == of_tile - 1:
         fence_results(k)
         if not aborted(a):
-            for i in cutlass.range_constexpr(5 if k.carries else 4):
-                if i * 32 + lane < filled:
-                    row = row_tile * TILE_ROWS + i * 32 + lane
-                    home = (a.rank << HOME_BITS) | (row * k.top_k)
-                    if routed:
-                        home = home_of(k, a, side, buffer_tile(k, a, row_tile) * TILE_ROWS + i * 32 + lane)
-                    token = (home & ((1 << HOME_BITS) - 1)) // k.top_k
-                    if cutlass.const_expr(k.by_token):
-                        if home >> HOME_BITS == a.rank:
-                            add(a.heap + a.back_at, back_word(k, a, side, token), 1, "sys")
-                        else:
-                            place = summed_word(k, a, home >> HOME_BITS, token)
-                            add(side_counters(a, side), place, 1, "gpu")
-                    else:
-                        add(peer(a, home >> HOME_BITS) + a.back_at, back_word(k, a, side, token), 1, "sys")
+            for i in cutlass.range_constexpr(4):
+                if i * 32 + lane < field_rows(fields):
+                    signal_row(k, a, side, row_tile, i * 32 + lane, routed)
+    if cutlass.const_expr(k.carries):
+        if few > 0 and cute.arch.shuffle_sync(before, 1) == of_few - 1:
+            fence_results(k)
+            if lane < few and not aborted(a):
+                signal_row(k, a, side, other, lane, routed)
     cute.arch.sync_warp()
+
+
+@cute.jit
+def signal_row(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, inside: Int32, routed: Boolean
+):
+    """One thread: the result of row `inside` of a row tile is where it goes."""
+    home = (a.rank << HOME_BITS) | ((row_tile * TILE_ROWS + inside) * k.top_k)
+    if routed:
+        home = home_of(k, a, side, buffer_tile(k, a, row_tile) * TILE_ROWS + inside)
+    token = (home & ((1 << HOME_BITS) - 1)) // k.top_k
+    if cutlass.const_expr(k.by_token):
+        if home >> HOME_BITS == a.rank:
+            add(a.heap + a.back_at, back_word(k, a, side, token), 1, "sys")
+        else:
+            place = summed_word(k, a, home >> HOME_BITS, token)
+            add(side_counters(a, side), place, 1, "gpu")
+    else:
+        add(peer(a, home >> HOME_BITS) + a.back_at, back_word(k, a, side, token), 1, "sys")
 
 
 def fence_results(k: KernelShape):

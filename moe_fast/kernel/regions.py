@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_fast.kernel.carry import at_most
 from moe_fast.kernel.constants import COUNTER_WORDS, PLAN_WORDS, TILE_ROWS, TOKEN_TILE
 from moe_fast.kernel.limits import most_rounds
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.kernel.tile_pairs import at_least
 from moe_ref.layout import SIDES, align_up, ceil_div
 from moe_ref.placement import Placement
 
@@ -115,7 +115,7 @@ def gate_tiles(tokens, processors):
     however few there are: tiles of T / 2 tokens where each has a block of its own, else of T. Traced by the kernel.
     """
     halves = ceil_div(tokens, TILE_ROWS // 2)
-    low = at_most(halves, processors)
+    low = at_least(halves, processors + 1) - 1
     return TILE_ROWS - (TILE_ROWS // 2 & low), (halves & low) | ((halves + 1 >> 1) & ~low)
 
 
@@ -131,6 +131,8 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
     tokens = align_up(max(max_tokens, 1), TILE_ROWS) if shape.shared_intermediate else 0
     routes = max(1, shape.top_k * max_tokens)
     tiles = most_tiles(shape, max_tokens)
+    # in a paired kernel a row tile may be dealt twice
+    dealt = tiles * 2 if shape.paired else tiles
     return regions(
         {
             "hidden": tiles * TILE_ROWS * shape.intermediate * shape.element_size,
@@ -144,9 +146,9 @@ def workspace_regions(shape: KernelShape, max_tokens: int, blocks: int) -> tuple
             "list_shift": shape.experts * shape.replicas * 4,
             "list_start": (shape.plan_parts * shape.experts + shape.ranks + 1) * 4,
             "plan": PLAN_WORDS * 4,
-            "tile_slot": tiles * 4,
-            "tile_rows": tiles * 4,
-            "tile_at": tiles * 4 * (2 if shape.carries else int(shape.fixed)),
+            "tile_slot": dealt * 4,
+            "tile_rows": dealt * 4,
+            "tile_at": (dealt + tiles) * 4 if shape.paired else tiles * 4 * shape.fixed,
             "where": routes * 4 if shape.fixed or shape.by_token or shape.put else 0,
             "arrived_target": all_rows(shape, max_tokens) // TILE_ROWS * 4,
             "back_target": SIDES * max(max_tokens, 1) * 4,

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.constants import COUNTER_WORDS, FILLED_SHIFT, SHARED_SLOT, TILE_ROWS, Counter
+from moe_fast.kernel.constants import COUNTER_WORDS, FIELDS_SHIFT, SHARED_SLOT, TILE_ROWS, Counter
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
@@ -36,6 +36,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     write,
 )
+from moe_fast.kernel.tile_pairs import pack_fields
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import (
     GEMM0,
@@ -124,7 +125,8 @@ def next_shared(
         if not aborted(a):
             tile = ticket % token_tiles
             word = pack_task(Int64(kind), Int64(SHARED_SLOT), Int64(tile), Int64(ticket // token_tiles))
-            word = word | (Int64(min(a.tokens - tile * TILE_ROWS, Int32(TILE_ROWS))) << FILLED_SHIFT)
+            rows = min(a.tokens - tile * TILE_ROWS, Int32(TILE_ROWS))
+            word = word | (Int64(pack_fields(rows, 0, 0, 0)) << FIELDS_SHIFT)
     return word
 
 
@@ -156,10 +158,11 @@ def make_ready(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, queue: c
 
 @cute.jit
 def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row_tiles: Int32):
-    """One thread: a hidden tile is complete; the last one of a block makes the block's GEMM1 tasks ready."""
+    """One thread: a hidden tile is complete, or a member's half of it; the last one of a block makes the block's GEMM1
+    tasks ready."""
     counters = side_counters(a, side)
     size = k.block_tiles
-    if cutlass.const_expr(k.carries):
+    if cutlass.const_expr(k.paired):
         row_tile = read(dealt_at(k, a), row_tile)
     block = row_tile // size
     members = min(row_tiles - block * size, Int32(size))

@@ -292,9 +292,9 @@ class KernelShape:
         return 8 if self.columns0 > 16 else 2
 
     def task_rows(self, row_tiles):
-        """Tasks in one column of `row_tiles` neighbouring row tiles: one for each, or one for two. Traced by the
-        kernel."""
-        return (row_tiles + 1) >> 1 if self.paired else row_tiles
+        """Tasks in one column of `row_tiles` neighbouring row tiles that are dealt: one for each, or one for two, the
+        members of a tile pair. Traced by the kernel."""
+        return row_tiles >> 1 if self.paired else row_tiles
 
     def first_tile(self, task_row):
         """First row tile of row `task_row` of tasks. Traced by the kernel."""
@@ -365,11 +365,9 @@ class KernelShape:
 
     @property
     def carries(self) -> bool:
-        """Whether a row tile of at most CARRIED_ROWS rows is computed by the tasks of its expert's tile before it, see
-        `carry`. Written for 16-bit layers that store rows into exact places."""
-        plain = not (self.placed or self.fixed or self.put or self.by_token)
-        plain = plain and not (self.expert_bias or self.shared_intermediate)
-        return plain and self.element_size == 2 and min(self.depth0, self.depth1) >= STAGES
+        """Whether a row tile of at most CARRIED_ROWS rows goes along with its expert's tile pair before it, see
+        `tile_pairs`. Written for 16-bit layers whose processors are pairs of blocks."""
+        return self.paired and self.element_size == 2 and min(self.depth0, self.depth1) >= STAGES
 
     @property
     def far_unit(self) -> int:

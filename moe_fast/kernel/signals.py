@@ -202,8 +202,8 @@ def buffer_tile(k, a, row_tile):
 
 
 def dealt_at(k, a):
-    """Address of the table of a tile's number among those that are dealt, where some are carried: [R / T]."""
-    return a.tile_at + Int64(dense_tiles(k, a)) * 4
+    """Address of the table of the numbers that row tiles are dealt as, in a paired kernel: [R / T]."""
+    return a.tile_at + Int64(2 * dense_tiles(k, a)) * 4
 
 
 def arrived_word(k, a, side, tile):

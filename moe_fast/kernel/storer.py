@@ -8,9 +8,10 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from moe_fast.kernel.constants import SHARED_SLOT, TILE_ROWS, PlanWord
-from moe_fast.kernel.processor import count_returned, filled_rows, release_hidden, take_word, unpack
+from moe_fast.kernel.processor import count_returned, fields_of, member_of, release_hidden, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
+from moe_fast.kernel.tile_pairs import field_rows, field_split
 from moe_fast.kernel.transport import count_put
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
@@ -43,10 +44,8 @@ def store(
             routed = Boolean(True)
             if cutlass.const_expr(k.shared_intermediate > 0):
                 routed = Int32(task_slot(word)) != SHARED_SLOT
-            # the second block of a pair has a tile without rows where their number is odd
-            there = routed
-            if cutlass.const_expr(k.paired):
-                there = filled_rows(k, word) > 0
+            fields = fields_of(word)
+            rows = field_rows(fields)
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 if kind == GEMM0:
@@ -59,10 +58,13 @@ def store(
                     for q in cutlass.range_constexpr(2):
                         barrier = q * 2 + c % 2
                         cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
-                        # columns beyond D are computed but not stored, nor are 64 rows of padding
-                        used = there
+                        # columns beyond D are computed but not stored, nor are 64 rows of padding or of the other
+                        # member of a pair
+                        used = routed
                         if cutlass.const_expr(q == 1):
-                            used = used and filled_rows(k, word) > TILE_ROWS // 2
+                            used = used and rows > TILE_ROWS // 2
+                        if cutlass.const_expr(k.paired):
+                            used = used and (field_split(fields) == 0 or member_of(block) == q)
                         if used and (whole or column * chunks + c < k.intermediate // k.line):
                             cute.copy(
                                 aOut, sOut[(None, q + 2 * (c % 2))],
@@ -90,10 +92,7 @@ def store(
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 if lane == 0:
-                    if cutlass.const_expr(k.paired):
-                        if there:
-                            release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
-                    elif routed:
+                    if routed:
                         release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
                     else:
                         add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
@@ -101,12 +100,9 @@ def store(
             else:
                 cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
                 if cutlass.const_expr(k.put):
-                    count_put(k, a, side, row_tile, column, filled_rows(k, word), routed, lane)
-                elif cutlass.const_expr(k.paired):
-                    if there:
-                        count_returned(k, a, side, row_tile, filled_rows(k, word), routed, lane)
+                    count_put(k, a, side, row_tile, column, rows, routed, lane)
                 else:
-                    count_returned(k, a, side, row_tile, filled_rows(k, word), routed, lane)
+                    count_returned(k, a, side, row_tile, fields, member_of(block), routed, lane)
                 returns += 1
             if cutlass.const_expr(k.trace):
                 if lane == 0:

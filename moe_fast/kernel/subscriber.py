@@ -11,11 +11,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.carry import carries
-from moe_fast.kernel.constants import EARLY, TILE_ROWS
+from moe_fast.kernel.constants import TILE_ROWS
 from moe_fast.kernel.scheduler import make_ready
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Role, Wait, aborted, arrived_word, buffer_tile, fail, read
+from moe_fast.kernel.tile_pairs import EARLY, carried_tile
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import reached
 
@@ -36,12 +36,11 @@ def all_there(
     # no branch between the loads: all are on their way before the first is looked at
     for i in cutlass.range_constexpr(k.block_tiles):
         t = min(first + i, row_tiles - 1)
-        tile = buffer_tile(k, a, t)
+        tile = read(a.tile_at, t) if k.paired else buffer_tile(k, a, t)
         if cutlass.const_expr(k.carries):
-            tile = read(a.tile_at, t)
-            rows = read(a.tile_rows, t)
-            early = early & rows
-            second = tile + carries(rows & (EARLY - 1))
+            fields = read(a.tile_rows, t)
+            early = early & fields
+            second = carried_tile(fields, t & 1, tile)
             seen = read(counters, second * k.signal_words, sem="relaxed", scope="sys")
             lacking = lacking | (seen - read(targets, second))
         elif cutlass.const_expr(k.early):

@@ -64,6 +64,7 @@ from moe_fast.kernel.signals import (
     weight_at,
     write,
 )
+from moe_fast.kernel.tile_pairs import field_rows
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import counts_signal, next_target, reached
 
@@ -332,7 +333,7 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
             if own:
                 row = unit * TOKEN_UNIT + lane
                 lead = row
-                if row % TILE_ROWS < read(a.tile_rows, row // TILE_ROWS):
+                if row % TILE_ROWS < field_rows(read(a.tile_rows, row // TILE_ROWS)):
                     lead = read(a.heap + leader_at(k, a), row)
                 pending = cute.arch.vote_any_sync(lead != row)
         if pending:
