@@ -216,13 +216,8 @@ CARRIED += [
     Case(256, 512, 8, 2, "gelu", False, "float16", (1100,), "remainders"),
     Case(2048, 2048, 8, 2, "relu", False, "bfloat16", (1100,), "remainders", scheduler="spare_warps"),
 ]
-CARRIED = [
-    replace(case, paired=paired)
-    for paired in (False, True)
-    for case in CARRIED
-    if not paired or case.scheduler != "os_block"
-]
-"""Row tiles that go along with the tile before, and those that just don't; by single blocks and by pairs."""
+CARRIED = [replace(case, paired=True) for case in CARRIED if case.scheduler != "os_block"]
+"""Row tiles that go along with the tile pair before, and those that just don't: only pairs of blocks carry."""
 
 TOKEN_TILES = [replace(SMALL, scheduler=scheduler) for scheduler in SCHEDULERS]
 TOKEN_TILES += [QWEN3, FAMILY_SIZES[2], SHARED, LAYOUTS_ALONE[0], LAYOUTS_ALONE[3], WIRE[6]]

@@ -34,7 +34,7 @@ from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
 from moe_fast import backend, compiler, engine_choice, unfused
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
-from moe_fast.kernel import carry
+from moe_fast.kernel import tile_pairs
 from moe_fast.weights import ChainWeights
 
 
@@ -781,6 +781,16 @@ def uneven() -> dict:
     return out
 
 
+def dealt_numbers(engine: Engine, rows: list[int]) -> int:
+    """How many row tiles a paired kernel deals where the experts of this rank have so many rows."""
+    k, tiles = engine.shape, [tile_pairs.own_tiles(n, engine.shape.carries) for n in rows]
+    total = sum(tile_pairs.count_pairs(n, k.carries) for n in rows)
+    odd, few = sum(n % 2 for n in tiles if n > 1), sum(tile_pairs.carried_rows(n, k.carries) > 0 for n in rows)
+    columns, depths = (k.columns0, k.columns1), (k.depth0, k.depth1)
+    halved = tile_pairs.halved_pairs(total, odd, few, tiles[-1] // 2, engine.blocks // 2, columns, depths)
+    return tile_pairs.dealt_tiles(total, halved)
+
+
 def carried() -> dict:
     """Experts whose last row tile goes along with the one before it: every buffer, as many dealt tiles as there should
     be, the same bits by pairs of blocks as by single ones, and on one rank the same as when the carried rows are all
@@ -790,33 +800,32 @@ def carried() -> dict:
     for case in cases.CARRIED:
         inputs = make_inputs(case)
         assert inputs.expert is not None
-        if case.paired:
-            single = replace(case, paired=False)
-            assert torch.equal(*(checked(o, inputs) for o in (single, case))), (
-                f"{case}: pairs of blocks make other bits"
-            )
+        single = replace(case, paired=False)
+        assert torch.equal(*(checked(o, inputs) for o in (single, case))), f"{case}: pairs of blocks make other bits"
         out[str(case)] = float(f"{run_case(case)['y']:.3g}")
         engine = engine_for(case)
         seen = engine.buffers(len(inputs.x[rank]))
         experts = inputs.placement.experts_of_rank[rank]
         rows = [int(n) for n in seen.counts_PE.sum(0)[list(experts)].tolist()]
-        few = sum(carry.carried_tiles(n) for n in rows)
-        assert any(carry.carried_tiles(int(n)) for n in seen.counts_PE.sum(0)), "nothing is carried"
-        assert seen.dealt_tiles == seen.row_tiles - few, f"{seen.dealt_tiles} of {seen.row_tiles} dealt, {few} carried"
+        assert any(tile_pairs.carried_rows(int(n), True) for n in seen.counts_PE.sum(0)), "nothing is carried"
+        expected = dealt_numbers(engine, rows)
+        assert seen.dealt_tiles == expected, f"{seen.dealt_tiles} of {seen.row_tiles} dealt, expected {expected}"
         if ranks > 1:
             continue
         ids = inputs.expert[rank].flatten()
         kept = torch.zeros_like(ids, dtype=torch.bool)
         for expert, count in zip(experts, rows, strict=True):
-            if carry.carried_tiles(count):
+            if tile_pairs.carried_rows(count, True):
                 kept[(ids == expert).nonzero().flatten()[-(count % 128) :]] = True
         before = seen.returned_NH[kept].clone()
         harness.launch(engine, inputs, rank, expert_SK=ids.masked_fill(~kept, -1).view_as(inputs.expert[rank]))
         engine.check()
         alone = engine.buffers(len(inputs.x[rank]))
-        assert alone.dealt_tiles == alone.row_tiles == few, f"{alone.row_tiles} row tiles, {few} expected"
+        few = [tile_pairs.carried_rows(n, True) for n in rows]
+        found, expected = (alone.row_tiles, alone.dealt_tiles), (sum(n > 0 for n in few), dealt_numbers(engine, few))
+        assert found == expected, f"row tiles and how many are dealt: {found}, expected {expected}"
         assert torch.equal(alone.returned_NH[kept], before), f"{case}: bits depend on the tile that carries a row"
-    tickets = next(case for case in cases.CARRIED if case.paired and case.scheduler == "tickets")
+    tickets = next(case for case in cases.CARRIED if case.scheduler == "tickets")
     return out | {"repeat": repeat_case(tickets)}
 
 
