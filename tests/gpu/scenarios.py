@@ -33,6 +33,7 @@ import one_gpu
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
 from moe_fast import backend, compiler, engine_choice, unfused
+from moe_fast.engine import Engine
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel import tile_pairs
 from moe_fast.weights import ChainWeights
