@@ -33,14 +33,11 @@ from moe_fast.kernel.signals import (
 )
 from moe_fast.kernel.tile_pairs import (
     EARLY,
-    at_least,
-    carried_rows,
     count_pairs,
     dealt_tiles,
     field_few,
     field_rows,
     field_split,
-    halved_pairs,
     own_tiles,
     pack_fields,
     place_tile,
@@ -360,35 +357,8 @@ def publish_pairs(
         cute.arch.store(slot_pairs + thread, before)
     if thread == CONSUMERS - 1:
         cute.arch.store(scratch + 9, before + counted)
-    # experts whose last tile is split, and that carry rows, warp by warp
-    odd, few, whole = Int32(0), Int32(0), Int32(0)
-    if counted > 0:
-        rows = cute.arch.load(slot_rows + thread, Int32)
-        tiles = own_tiles(rows, k.carries)
-        odd, few, whole = tiles & at_least(tiles, 2) & 1, at_least(carried_rows(rows, k.carries), 1), tiles // 2
-    marked = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(odd != 0)))
-    marked = marked | (Int32(cute.arch.popc(cute.arch.vote_ballot_sync(few != 0))) << 16)
-    if thread % 32 == 0:
-        cute.arch.store(scratch + 16 + thread // 32, marked)
-    if thread == held - 1:
-        cute.arch.store(scratch + 10, whole)
     sync_consumers()
     total = cute.arch.load(scratch + 9, Int32)
-    marked = Int32(0)
-    for w in cutlass.range_constexpr(CONSUMERS // 32):
-        marked += cute.arch.load(scratch + 16 + w, Int32)
-    blocks, _, _ = cute.arch.grid_dim()
-    halved = Int32(
-        halved_pairs(
-            Int64(total),
-            marked & 0xFFFF,
-            marked >> 16,
-            Int64(cute.arch.load(scratch + 10, Int32)),
-            Int64(blocks // 2),
-            (k.columns0, k.columns1),
-            (k.depth0, k.depth1),
-        )
-    )
     targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     for tile in range(thread, row_tiles, CONSUMERS):
         slot = slot_of(k.slots, slot_tile, held, tile)
@@ -398,10 +368,7 @@ def publish_pairs(
         begun = inside * TILE_ROWS
         write(targets, tile, next_target(read(targets, tile), min(rows - begun, Int32(TILE_ROWS))))
         if inside < own_tiles(rows, k.carries):
-            mine = Int32(0)
-            if slot == held - 1:
-                mine = halved
-            number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries, mine)
+            number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries)
             end = begun + field_rows(fields)
             if field_few(fields) > 0:
                 end = rows
@@ -411,7 +378,7 @@ def publish_pairs(
                     write(a.tile_slot, number + member, slot)
                     write(a.tile_rows, number + member, fields | early_bit(k, slot_tile, slot, begun, end))
                     write(a.tile_at, number + member, tile)
-    dealt = dealt_tiles(total, halved)
+    dealt = dealt_tiles(total)
     if row_tiles == 0:
         dealt = Int32(0)
     return dealt

@@ -3,8 +3,7 @@
 An expert's row tiles are taken in twos, so that both blocks of a pair multiply by the same weights:
 
     whole   two row tiles, one for each block
-    split   the last one of an odd number: its first 64 rows for the first block, the others for the second; and the
-            last ones of all where that fills the last round better (`halved_pairs`)
+    split   the last one of an odd number: its first 64 rows for the first block, the others for the second
     mixed   the only tiles of two experts, one for each block, each with weights of its own: where an expert has one
             tile its weights come from memory, and two streams of them bring as much as one
 
@@ -39,8 +38,6 @@ VOID = 1 << SPLIT_BIT
 """A split tile of one row: nothing for the second member to compute or store."""
 SINGLES_SHIFT = 22
 """In the planner's sums over slots: tile pairs below, experts with one tile above."""
-EPILOGUE_STEPS = 3
-"""What a task's epilogue takes, in steps of its main loop."""
 
 
 def pack_fields(rows, same, split, few):
@@ -102,39 +99,16 @@ def count_pairs(rows, carries: bool):
     return ((tiles + 1) // 2) * (1 - single) + (single << SINGLES_SHIFT)
 
 
-def dealt_tiles(total, halved):
-    """Numbers that are dealt, from the sum of `count_pairs` over all slots: two for each tile pair. halved: see
-    `halved_pairs`."""
-    return 2 * ((total & ((1 << SINGLES_SHIFT) - 1)) + halved + ((total >> SINGLES_SHIFT) + 1) // 2)
+def dealt_tiles(total):
+    """Numbers that are dealt, from the sum of `count_pairs` over all slots: two for each tile pair."""
+    return 2 * ((total & ((1 << SINGLES_SHIFT) - 1)) + ((total >> SINGLES_SHIFT) + 1) // 2)
 
 
-def halved_pairs(total, odd, few, whole, processors, columns: tuple[int, int], depths: tuple[int, int]):
-    """How many of the last expert's whole tile pairs are dealt as two split ones each.
-
-    Tasks come in rounds of one for each processor. Where the last round has work for at most half of them, its tasks
-    are halved: two processors need 0.6 of the time that one does. More would only add work.
-
-    total: sum of `count_pairs` over all slots; odd, few: experts whose last tile is split, and that carry rows; whole:
-    whole tile pairs of the last slot; processors: pairs of blocks; columns, depths: column tiles and steps of the two
-    products. Where an expert has one tile, memory decides, not rounds: 0.
-    """
-    first, second = depths[0] + EPILOGUE_STEPS, depths[1] + EPILOGUE_STEPS
-    pairs = total & ((1 << SINGLES_SHIFT) - 1)
-    work = (8 * pairs - 3 * odd + 2 * few) * (columns[0] * first + columns[1] * second)
-    left = work % (8 * second * processors)
-    tasks = ceil_div(left, 8 * second)
-    wanted = ceil_div(tasks, columns[1]) * (1 - at_least(2 * tasks - processors, 1))
-    wanted = wanted * (1 - at_least(total, 1 << SINGLES_SHIFT))
-    more = at_least(wanted - whole, 1)
-    return wanted * (1 - more) + whole * more
-
-
-def place_tile(tile, rows, before, total, carries: bool, halved=0):
+def place_tile(tile, rows, before, total, carries: bool):
     """(first number that the expert's row tile `tile` is dealt as, its fields).
 
-    rows: the expert's; before, total: sums of `count_pairs` over the slots before the expert's, and over all; halved:
-    of the last slot's whole tile pairs, see `halved_pairs`. The second member of a split tile has the next number and
-    the same fields. Not for a carried tile.
+    rows: the expert's; before, total: sums of `count_pairs` over the slots before the expert's, and over all. The
+    second member of a split tile has the next number and the same fields. Not for a carried tile.
     """
     tiles, few = own_tiles(rows, carries), carried_rows(rows, carries)
     mask = (1 << SINGLES_SHIFT) - 1
@@ -144,14 +118,11 @@ def place_tile(tile, rows, before, total, carries: bool, halved=0):
     # the expert's last tile is split where it has no neighbour: neither one of its own, nor another expert's only one
     lone = single & at_least(place + 1 - (total >> SINGLES_SHIFT), 0) & (1 - (place & 1))
     odd = (1 - single) & (tiles & 1) & (1 - at_least(last - tile, 1))
-    # of the last tile pairs those that are halved, and where they begin
-    begun = 2 * (tiles // 2 - halved)
-    half = at_least(halved, 1) & at_least(tile - begun, 0)
-    split = lone | odd | half
-    several = 2 * (before & mask) + tile + (tile - begun) * half
+    split = lone | odd
+    several = 2 * (before & mask) + tile
     number = several * (1 - single) + (2 * (total & mask) + place) * single
     same = 1 - (single & (1 - lone))
-    with_last = (1 - at_least(last // 2 - tile // 2, 1)) & ((1 - half) | (1 - at_least(last - tile, 1)))
+    with_last = 1 - at_least(last // 2 - tile // 2, 1)
     left = rows - tile * TILE_ROWS
     full = at_least(left, TILE_ROWS)
     filled = TILE_ROWS * full + left * (1 - full)

@@ -33,7 +33,6 @@ import one_gpu
 from harness import Case, engine_for, make_inputs, rank_and_size, run_case
 
 from moe_fast import backend, compiler, engine_choice, unfused
-from moe_fast.engine import Engine
 from moe_fast.failures import MegakernelInputError, MegakernelTimeout
 from moe_fast.kernel import tile_pairs
 from moe_fast.weights import ChainWeights
@@ -782,14 +781,9 @@ def uneven() -> dict:
     return out
 
 
-def dealt_numbers(engine: Engine, rows: list[int]) -> int:
-    """How many row tiles a paired kernel deals where the experts of this rank have so many rows."""
-    k, tiles = engine.shape, [tile_pairs.own_tiles(n, engine.shape.carries) for n in rows]
-    total = sum(tile_pairs.count_pairs(n, k.carries) for n in rows)
-    odd, few = sum(n % 2 for n in tiles if n > 1), sum(tile_pairs.carried_rows(n, k.carries) > 0 for n in rows)
-    columns, depths = (k.columns0, k.columns1), (k.depth0, k.depth1)
-    halved = tile_pairs.halved_pairs(total, odd, few, tiles[-1] // 2, engine.blocks // 2, columns, depths)
-    return tile_pairs.dealt_tiles(total, halved)
+def dealt_numbers(rows: list[int]) -> int:
+    """How many row tiles a kernel that carries rows deals where the experts of this rank have so many rows."""
+    return tile_pairs.dealt_tiles(sum(tile_pairs.count_pairs(n, True) for n in rows))
 
 
 def carried() -> dict:
@@ -809,7 +803,7 @@ def carried() -> dict:
         experts = inputs.placement.experts_of_rank[rank]
         rows = [int(n) for n in seen.counts_PE.sum(0)[list(experts)].tolist()]
         assert any(tile_pairs.carried_rows(int(n), True) for n in seen.counts_PE.sum(0)), "nothing is carried"
-        expected = dealt_numbers(engine, rows)
+        expected = dealt_numbers(rows)
         assert seen.dealt_tiles == expected, f"{seen.dealt_tiles} of {seen.row_tiles} dealt, expected {expected}"
         if ranks > 1:
             continue
@@ -823,7 +817,7 @@ def carried() -> dict:
         engine.check()
         alone = engine.buffers(len(inputs.x[rank]))
         few = [tile_pairs.carried_rows(n, True) for n in rows]
-        found, expected = (alone.row_tiles, alone.dealt_tiles), (sum(n > 0 for n in few), dealt_numbers(engine, few))
+        found, expected = (alone.row_tiles, alone.dealt_tiles), (sum(n > 0 for n in few), dealt_numbers(few))
         assert found == expected, f"row tiles and how many are dealt: {found}, expected {expected}"
         assert torch.equal(alone.returned_NH[kept], before), f"{case}: bits depend on the tile that carries a row"
     tickets = next(case for case in cases.CARRIED if case.scheduler == "tickets")
