@@ -241,8 +241,9 @@ def consume(
                 if mine:
                     few_row = carried_tile(fields, member_of(block), row_tile) * TILE_ROWS + lane % CARRIED_ROWS
                     few_home = Int32(0)
-                    if kind != GEMM0:
-                        few_home = landing_of(k, a, side, few_row)
+                    if cutlass.const_expr(not k.by_token):
+                        if kind != GEMM0:
+                            few_home = landing_of(k, a, side, few_row)
                     count = multiply_carrying(
                         dtype, acc, few_acc, a_frag, b_frag, w_frag, few_frag, full, empty, count, depth, k.paired
                     )  # fmt: skip

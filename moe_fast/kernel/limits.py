@@ -65,8 +65,6 @@ def unsupported_pairs(config: MoEConfig, ranks: int, scheduler: str, transport: 
         out.append("paired with scheduler=os_block (its last block would be half of a pair)")
     if transport == "put_signal":
         out.append("paired with transport=put_signal (direct stores only)")
-    if config.wire_format == "tokens" and ranks > 1:
-        out.append('paired with wire_format=tokens (only "routes")')
     if config.layout == "fixed":
         out.append("paired with layout=fixed (only the compact layout)")
     if config.shared_intermediate:

@@ -39,6 +39,7 @@ from moe_fast.kernel.tile_pairs import (
     field_rows,
     field_split,
     own_tiles,
+    pack_dealt,
     pack_fields,
     place_tile,
 )
@@ -366,18 +367,21 @@ def publish_pairs(
         rows = cute.arch.load(slot_rows + slot, Int32)
         inside = tile - first
         begun = inside * TILE_ROWS
-        write(targets, tile, next_target(read(targets, tile), min(rows - begun, Int32(TILE_ROWS))))
+        here = min(rows - begun, Int32(TILE_ROWS))
+        write(targets, tile, next_target(read(targets, tile), here))
+        dealt = Int32(0)
         if inside < own_tiles(rows, k.carries):
             number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries)
             end = begun + field_rows(fields)
             if field_few(fields) > 0:
                 end = rows
-            write(dealt_at(k, a), tile, number)
+            dealt = number
             for member in cutlass.range_constexpr(2):
                 if member == 0 or field_split(fields) != 0:
                     write(a.tile_slot, number + member, slot)
                     write(a.tile_rows, number + member, fields | early_bit(k, slot_tile, slot, begun, end))
                     write(a.tile_at, number + member, tile)
+        write(dealt_at(k, a), tile, pack_dealt(dealt, here))
     dealt = dealt_tiles(total)
     if row_tiles == 0:
         dealt = Int32(0)

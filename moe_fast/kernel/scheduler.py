@@ -36,7 +36,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     write,
 )
-from moe_fast.kernel.tile_pairs import pack_fields
+from moe_fast.kernel.tile_pairs import dealt_number, pack_fields
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import (
     GEMM0,
@@ -163,7 +163,7 @@ def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_t
     counters = side_counters(a, side)
     size = k.block_tiles
     if cutlass.const_expr(k.paired):
-        row_tile = read(dealt_at(k, a), row_tile)
+        row_tile = dealt_number(read(dealt_at(k, a), row_tile))
     block = row_tile // size
     members = min(row_tiles - block * size, Int32(size))
     done = fetch_add(counters, COUNTER_WORDS + 3 * dense_tiles(k, a) + block)

@@ -202,7 +202,8 @@ def buffer_tile(k, a, row_tile):
 
 
 def dealt_at(k, a):
-    """Address of the table of the numbers that row tiles are dealt as, in a paired kernel: [R / T]."""
+    """Address of the table of the numbers that row tiles are dealt as, and of their rows, in a paired kernel: [R / T],
+    words of `tile_pairs.pack_dealt`."""
     return a.tile_at + Int64(2 * dense_tiles(k, a)) * 4
 
 

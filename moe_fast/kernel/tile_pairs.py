@@ -14,8 +14,8 @@ each block, in a mixed one all of them by the block that has the expert. The car
 buffer, its arrival counter and its hidden rows stay what they are; only nobody deals its tasks.
 
 Tile pairs have numbers: those of two or more tiles by expert, then the mixed ones. Member m of pair u is dealt as
-2 u + m; by these numbers go `tile_slot`, `tile_rows` (the fields below) and `tile_at`, the member's row tile, and
-`dealt_at` leads from a row tile to the first member that computes it.
+2 u + m; by these numbers go `tile_slot`, `tile_rows` (the fields below) and `tile_at`, the member's row tile.
+`dealt_at` leads from a row tile to its rows and the first member that computes it.
 
 Arithmetic of Python ints or of the kernel's integers, without a branch.
 """
@@ -36,6 +36,8 @@ EARLY = 1 << EARLY_BIT
 FIELDS = EARLY - 1
 VOID = 1 << SPLIT_BIT
 """A split tile of one row: nothing for the second member to compute or store."""
+DEALT_BITS = 24
+"""Of a number that a row tile is dealt as, in a word of `dealt_at`."""
 SINGLES_SHIFT = 22
 """In the planner's sums over slots: tile pairs below, experts with one tile above."""
 
@@ -70,6 +72,21 @@ def carried_tile(fields, member, tile):
     some = at_least(field_few(fields), 1)
     whole = field_same(fields) & (1 - field_split(fields))
     return tile + some * (1 + whole * (1 - member))
+
+
+def pack_dealt(number, rows):
+    """A word of `dealt_at`: the first number that a row tile is dealt as, 0 for a carried one, and its rows, 1 to T."""
+    return number | ((rows - 1) << DEALT_BITS)
+
+
+def dealt_number(word):
+    """The first number that a row tile is dealt as."""
+    return word & ((1 << DEALT_BITS) - 1)
+
+
+def dealt_rows(word):
+    """Rows of a row tile."""
+    return (word >> DEALT_BITS) + 1
 
 
 # --- an expert's rows ------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from moe_fast.kernel.signals import (
     aborted,
     add,
     arrived_word,
+    dealt_at,
     fetch_add,
     landed_at,
     leader_at,
@@ -64,7 +65,7 @@ from moe_fast.kernel.signals import (
     weight_at,
     write,
 )
-from moe_fast.kernel.tile_pairs import field_rows
+from moe_fast.kernel.tile_pairs import dealt_rows, field_rows
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import counts_signal, next_target, reached
 
@@ -298,6 +299,18 @@ def copy_marked(k: cutlass.Constexpr[KernelShape], source: Int64, target: Int64,
         )
 
 
+def held_tiles(k):
+    """Index of the plan's word that says how many row tiles this rank has."""
+    return PlanWord.HELD_TILES if k.paired else PlanWord.ROW_TILES
+
+
+def rows_of_tile(k, a, tile):
+    """Rows of a row tile that are no padding."""
+    if k.paired:
+        return dealt_rows(read(dealt_at(k, a), tile))
+    return field_rows(read(a.tile_rows, tile))
+
+
 @cute.jit
 def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
     """A spare warp: leaders to all peers in turn, local rows, and followers whose leaders are here, until none is left.
@@ -309,7 +322,7 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
     begun, units = units_here(a)
     near = Boolean(units > begun)
     far = Boolean(read(a.plan, PlanWord.FAR_UNITS) > 0)
-    own = Boolean(read(a.plan, PlanWord.ROW_TILES) > 0)
+    own = Boolean(read(a.plan, held_tiles(k)) > 0)
     told, pending = Boolean(False), Boolean(False)
     row, lead = Int32(0), Int32(0)
     rows = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
@@ -327,13 +340,13 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
                 told = wait_listed(k, a, Role.DISPATCH, lane)
                 own = told
         if told and own and not pending:
-            own_units = read(a.plan, PlanWord.ROW_TILES) * (TILE_ROWS // TOKEN_UNIT)
+            own_units = read(a.plan, held_tiles(k)) * (TILE_ROWS // TOKEN_UNIT)
             unit = next_unit(a, side, Counter.FOLLOW, lane)
             own = unit < own_units
             if own:
                 row = unit * TOKEN_UNIT + lane
                 lead = row
-                if row % TILE_ROWS < field_rows(read(a.tile_rows, row // TILE_ROWS)):
+                if row % TILE_ROWS < rows_of_tile(k, a, row // TILE_ROWS):
                     lead = read(a.heap + leader_at(k, a), row)
                 pending = cute.arch.vote_any_sync(lead != row)
         if pending:
