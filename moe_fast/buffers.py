@@ -110,7 +110,9 @@ class Readback:
         def half(name: str, kind: torch.dtype = torch.int32) -> Tensor:
             return symmetric(name, kind).view(2, -1)[side]
 
-        gathered = half("counts").view(shape.ranks, shape.counts_stride)
+        # behind them, as they came
+        counts = symmetric("counts", torch.int32)[: 2 * shape.ranks * shape.counts_stride]
+        gathered = counts.view(2, shape.ranks, shape.counts_stride)[side]
         before = gathered[:, shape.experts + 2 :][:, : shape.experts] if shape.drops else gathered[:, : shape.experts]
         if shape.fixed:
             flat = symmetric("rows", dtype)

@@ -1,8 +1,10 @@
 """Counts exchange, exact offsets and the send list: from "who goes where" to "which row of whose buffer".
 
-Every rank puts its row of counts into every peer's memory and signals; from the gathered counts_PE every rank derives
-the same tiles and offsets (`moe_ref.layout`, traced here). This exchange is also what makes two staging sides enough: a
-rank gets past it only when every rank has begun this call, so has ended the one before.
+Every rank writes its row of counts into every peer's memory, each with the number of the call beside it: 8 bytes in one
+store, so that who sees the number has the count, and nobody fences or signals. (A put of NVSHMEM is followed by a
+signal instead.) From the gathered counts_PE every rank derives the same tiles and offsets (`moe_ref.layout`, traced
+here). This exchange is also what makes two staging sides enough: a rank gets past it only when every rank has begun
+this call, so has ended the one before.
 
 Run by the 256 consumer threads of one block, thread e for expert e.
 """
@@ -22,8 +24,10 @@ from moe_fast.kernel.signals import (
     Args,
     Role,
     Wait,
+    aborted,
     add,
     dealt_at,
+    fail,
     home_row,
     peer,
     read,
@@ -44,9 +48,11 @@ from moe_fast.kernel.tile_pairs import (
     place_tile,
 )
 from moe_fast.kernel.transport import put_counts
-from moe_ref.layout import ceil_div, compact_row, fixed_row
+from moe_ref.layout import SIDES, ceil_div, compact_row, fixed_row
 from moe_ref.runtime.encoding import counts_signal, next_target
 
+TARGETS_AHEAD = 2
+"""Arrival targets that a thread asks for before it needs them: of 512 row tiles."""
 BATCH = 32
 """Histogram rows that a thread has in flight while it sums over token tiles."""
 
@@ -75,6 +81,57 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int3
                 write(a.histogram, (first + i) * k.experts + expert, total)
             total += batch[i]
     return total
+
+
+def told_at(k, a):
+    """Where in a heap counts come in, behind where they then are: [side, rank, counts_stride] words of 8 bytes, the
+    count below, the signal of the call above."""
+    return a.counts_at + SIDES * k.ranks * k.counts_stride * 4
+
+
+@cute.jit
+def tell(
+    k: cutlass.Constexpr[KernelShape], a: Args, base: Int64, word: Int32, value: Int32, epoch: Int32,
+    told: cutlass.Constexpr,
+):  # fmt: skip
+    """One word of my row of counts into the heap at `base`: with the call's signal, or as it is."""
+    if cutlass.const_expr(told):
+        both = (Int64(value) & 0xFFFFFFFF) | (Int64(counts_signal(epoch)) << 32)
+        write(base + told_at(k, a), word, both, Int64, sem="relaxed", scope="sys")
+    else:
+        write(base + a.counts_at, word, value)
+
+
+@cute.jit
+def hear(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, column: Int32, epoch: Int32, scratch: cute.Pointer):
+    """One thread: wait for one column of all ranks' counts and leave it as it is. If that fails, scratch[8] is 0."""
+    words = a.heap + told_at(k, a)
+    signal = counts_signal(epoch)
+    seen = cute.make_rmem_tensor(k.ranks, Int64)
+    start = cute.arch.globaltimer()
+    turns = Int32(0)
+    go = Boolean(True)
+    while go:
+        missing, last = Int32(k.ranks), signal
+        for p in cutlass.range_constexpr(k.ranks):
+            at = (side * k.ranks + p) * Int32(k.counts_stride) + column
+            seen[p] = read(words, at, Int64, sem="relaxed", scope="sys")
+        for p in cutlass.range_constexpr(k.ranks):
+            if Int32(seen[p] >> 32) != signal:
+                missing, last = Int32(p), Int32(seen[p] >> 32)
+        go = missing < k.ranks
+        turns += 1
+        if go and (turns & 15) == 0:
+            if aborted(a):
+                cute.arch.store(scratch + 8, Int32(0))
+                go = Boolean(False)
+            elif Int64(cute.arch.globaltimer() - start) > a.deadline:
+                fail(a, Role.PLANNER, Wait.COUNTS, missing, last, signal)
+                cute.arch.store(scratch + 8, Int32(0))
+                go = Boolean(False)
+    for p in cutlass.range_constexpr(k.ranks):
+        at = (side * k.ranks + p) * Int32(k.counts_stride) + column
+        write(a.heap + a.counts_at, at, Int32(seen[p] & 0xFFFFFFFF))
 
 
 @cute.jit
@@ -126,40 +183,41 @@ def make_plan(
     if expert < k.experts:
         write(a.list_start, part * k.experts + expert, cute.arch.load(sums + expert, Int32) + before_part)
 
-    # my row of counts to every rank, then one signal each
-    stride = Int32(k.counts_stride)
-    row = (side * k.ranks + a.rank) * stride
-    if thread < k.experts:
-        for p in cutlass.range_constexpr(len(bases)):
-            write(bases[p] + a.counts_at, row + thread, kept)
+    # my row of counts to every rank
+    row = (side * k.ranks + a.rank) * Int32(k.counts_stride)
+    told = not k.put and k.ranks > 1
+    for p in cutlass.range_constexpr(len(bases)):
+        if thread < k.experts:
+            tell(k, a, bases[p], row + thread, kept, epoch, told)
             if cutlass.const_expr(k.drops):
-                write(bases[p] + a.counts_at, row + k.experts + 2 + thread, mine)
-    if thread == 0:
-        for p in cutlass.range_constexpr(len(bases)):
-            write(bases[p] + a.counts_at, row + k.experts, status)
-            write(bases[p] + a.counts_at, row + k.experts + 1, a.tokens)
-    sync_consumers()
+                tell(k, a, bases[p], row + k.experts + 2 + thread, mine, epoch, told)
+        if thread == 0:
+            tell(k, a, bases[p], row + k.experts, status, epoch, told)
+            tell(k, a, bases[p], row + k.experts + 1, a.tokens, epoch, told)
+    if cutlass.const_expr(told):
+        if thread < k.experts:
+            hear(k, a, side, thread, epoch, scratch)
+            if cutlass.const_expr(k.drops):
+                hear(k, a, side, k.experts + 2 + thread, epoch, scratch)
+        if thread >= CONSUMERS - 2:
+            hear(k, a, side, k.experts + CONSUMERS - 1 - thread, epoch, scratch)
     if cutlass.const_expr(k.put):
+        sync_consumers()
         if thread < 32:
             put_counts(k, a, row, counts_signal(epoch))
-    # a single rank has told itself what it knows: this block reads its counts again after the barrier below
-    if cutlass.const_expr(k.ranks > 1):
-        if thread < k.ranks:
-            if cutlass.const_expr(not k.put):
-                address = peer(a, thread) + a.counts_flag_at
-                # covers what the other threads wrote before the barrier
-                cute.arch.fence_acq_rel_sys()
-                write(address, a.rank, counts_signal(epoch), sem="relaxed", scope="sys")
-            elif thread == a.rank:
-                write(
-                    a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), sem="release", scope="sys"
-                )
-            heard = wait_reached(
-                a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), a, Role.PLANNER, Wait.COUNTS,
-                thread, "sys",
-            )  # fmt: skip
-            if not heard:
-                cute.arch.store(scratch + 8, Int32(0))
+        if cutlass.const_expr(k.ranks > 1):
+            if thread < k.ranks:
+                if thread == a.rank:
+                    write(
+                        a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), sem="release",
+                        scope="sys",
+                    )  # fmt: skip
+                heard = wait_reached(
+                    a.heap + a.counts_flag_at, thread * k.signal_words, counts_signal(epoch), a, Role.PLANNER,
+                    Wait.COUNTS, thread, "sys",
+                )  # fmt: skip
+                if not heard:
+                    cute.arch.store(scratch + 8, Int32(0))
     sync_consumers()
 
     if cutlass.const_expr(k.placed):
@@ -350,6 +408,13 @@ def publish_pairs(
     Into shared memory behind slot_tile go sums over the slots before each.
     """
     slot_pairs = slot_tile + (3 if k.early else 1) * k.slots
+    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
+    # of the first tiles asked for here, used behind the sums
+    before_call = cute.make_rmem_tensor(TARGETS_AHEAD, Int32)
+    for i in cutlass.range_constexpr(TARGETS_AHEAD):
+        before_call[i] = 0
+        if thread + i * CONSUMERS < row_tiles:
+            before_call[i] = read(targets, thread + i * CONSUMERS)
     counted = Int32(0)
     if thread < held:
         counted = count_pairs(cute.arch.load(slot_rows + thread, Int32), k.carries)
@@ -360,7 +425,6 @@ def publish_pairs(
         cute.arch.store(scratch + 9, before + counted)
     sync_consumers()
     total = cute.arch.load(scratch + 9, Int32)
-    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
     for tile in range(thread, row_tiles, CONSUMERS):
         slot = slot_of(k.slots, slot_tile, held, tile)
         first = cute.arch.load(slot_tile + slot, Int32)
@@ -368,7 +432,13 @@ def publish_pairs(
         inside = tile - first
         begun = inside * TILE_ROWS
         here = min(rows - begun, Int32(TILE_ROWS))
-        write(targets, tile, next_target(read(targets, tile), here))
+        target = Int32(0)
+        for i in cutlass.range_constexpr(TARGETS_AHEAD):
+            if tile // CONSUMERS == i:
+                target = before_call[i]
+        if tile >= TARGETS_AHEAD * CONSUMERS:
+            target = read(targets, tile)
+        write(targets, tile, next_target(target, here))
         dealt = Int32(0)
         if inside < own_tiles(rows, k.carries):
             number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries)

@@ -60,7 +60,8 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
     """The symmetric heap, the same on every rank.
 
     bytes = B * (R + K * max_tokens) * H * element size  (rows in, results back: `MoEConfig.compact_bytes` with T = 128)
-          + B * 4 * (R + R / T + max_tokens + P * E) + 4 P  (where each row goes home, arrival counters, counts)
+          + B * 4 * (R + R / T + max_tokens + 3 P * E) + 4 P  (where each row goes home, arrival counters, counts: as
+          they are, and as they come, with the number of the call)
 
     With put-with-signal rows lie 128 bytes further apart, counters take 8 bytes, and rows to send are staged:
     K * max_tokens rows (wire) and R results. Results then lie line by line of 128 bytes, each row tile's (results), a
@@ -83,7 +84,7 @@ def heap_regions(shape: KernelShape, max_tokens: int) -> tuple[dict[str, Region]
             "home": 0 if shape.put else rows * 4,
             "arrived": (rows // TILE_ROWS) * 4 * shape.signal_words,
             "back": SIDES * max(max_tokens, 1) * 4 * shape.signal_words,
-            "counts": SIDES * shape.ranks * shape.counts_stride * 4,
+            "counts": SIDES * shape.ranks * shape.counts_stride * (4 if shape.put else 12),
             "counts_flag": shape.ranks * 4 * shape.signal_words,
             "wire": wire,
             "results": most_tiles(shape, max_tokens) * TILE_ROWS * row_bytes if staged else 0,
