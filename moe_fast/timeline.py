@@ -34,6 +34,8 @@ class Timeline:
         wall_us: from the first event's start to the last one's end.
         utilisation: mean over processors of the share of the wall time spent in main loops and epilogues.
         main_loops: the same without epilogues.
+        clock_ghz: mean clock of the SMs while products run, from the end of a processor's first main loop to that of
+            its last; 0 where none has run two.
         share: mean share of the wall time of a processor's consumers per kind of work; "wait" is the rest.
         dropped: events beyond a track's capacity.
     """
@@ -43,6 +45,7 @@ class Timeline:
     wall_us: float
     utilisation: float
     main_loops: float
+    clock_ghz: float
     share: dict[str, float]
     dropped: int
 
@@ -62,16 +65,22 @@ def timeline_in(words: torch.Tensor, engine: Engine) -> Timeline:
 
 
 def timeline_of(tracks: torch.Tensor, rank: int, processors: int) -> Timeline:
-    """Timeline from the trace's words: int64 [blocks, TRACKS, EVENTS + 1, 3], a header and then (start, end, what)."""
-    events, dropped = [], 0
+    """Timeline from the trace's words: int64 [blocks, TRACKS, EVENTS + 1, 3], a header (number of events, clock at the
+    end of the first and of the last) and then (start, end, what)."""
+    events, dropped, clocks = [], 0, []
     for block in range(tracks.shape[0]):
         for track in range(TRACKS):
             count = int(tracks[block, track, 0, 0])
             dropped += max(0, count - EVENTS)
+            ends = tracks[block, track, 1 : min(count, EVENTS) + 1, 1]
+            if ACTORS[track] == "main-loop-1" and len(ends) > 1:
+                clocks.append(
+                    float(tracks[block, track, 0, 2] - tracks[block, track, 0, 1]) / float(ends[-1] - ends[0])
+                )
             for start, end, word in tracks[block, track, 1 : min(count, EVENTS) + 1].tolist():
                 events.append((block, track, start, end, word))
     if not events:
-        return Timeline([], 0, 0.0, 0.0, 0.0, {}, 0)
+        return Timeline([], 0, 0.0, 0.0, 0.0, 0.0, {}, 0)
     begin, end = min(e[2] for e in events), max(e[3] for e in events)
     wall = max(end - begin, 1)
     intervals: list[Interval] = []
@@ -93,4 +102,5 @@ def timeline_of(tracks: torch.Tensor, rank: int, processors: int) -> Timeline:
     share = {name: value * 1e3 / wall / processors for name, value in spent.items()}
     share["wait"] = 1.0 - sum(share.values())
     busy = share.get("gemm0", 0.0) + share.get("gemm1", 0.0)
-    return Timeline(intervals, tasks, wall / 1e3, busy, looping * 1e3 / wall / processors, share, dropped)
+    clock = sum(clocks) / max(len(clocks), 1)
+    return Timeline(intervals, tasks, wall / 1e3, busy, looping * 1e3 / wall / processors, clock, share, dropped)

@@ -16,13 +16,15 @@ from torch._C._autograd import DeviceType
 
 from moe_fast import unfused
 from moe_fast.bench.layers import LAYERS, TOKENS, layer_config
-from moe_fast.bench.measure import Setup, floor_of, interleaved, place, set_up, start_together
+from moe_fast.bench.measure import SLEEP_CYCLES, Setup, floor_of, interleaved, place, set_up, start_together
 from moe_fast.engine import Engine
 from moe_fast.timeline import Timeline, timeline_in
 from moe_ref.errors import CheckFailed
 
 WARM_CALLS, TRACED_CALLS = 8, 9
 """Calls before a timeline is kept, and timelines kept: the one of median length is reported."""
+CLOCK_CYCLES, CLOCK_RUNS = 600_000, 2
+"""Cycles that a clock is watched for, 0.3 to 0.4 ms, and calls that are enqueued beside it."""
 
 
 def bench_cell(setup: Setup, tokens: int, repetitions: int, chains: bool) -> dict[str, Any]:
@@ -170,7 +172,8 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
     from moe_ref.runtime.trace import write_trace
 
     rank, ranks = place()
-    setup = set_up(layer_config(layer), tokens, scheduler, trace=True)
+    config = layer_config(layer)
+    setup = set_up(config, tokens, scheduler, trace=True)
     y = torch.empty_like(setup.x_SH)
     line = median_timeline(setup.engine, lambda: setup.forward(setup.x_SH, y))
     if path is not None and rank == 0:
@@ -190,10 +193,32 @@ def run_trace(layer: str, tokens: int, scheduler: str, path: Path | None) -> dic
         "wall_us": round(line.wall_us, 1),
         "utilisation": round(line.utilisation, 4),
         "main_loops": round(line.main_loops, 4),
+        "clock_ghz": round(line.clock_ghz, 3),
+        "library_clock_ghz": round(clock_beside(floor_of(config, tokens * config.top_k)), 3),
         "share": {name: round(value, 4) for name, value in line.share.items()},
         "starts_us": first,
         "dropped_events": line.dropped,
     }
+
+
+def clock_beside(run: Callable[[], Any]) -> float:
+    """The SMs' clock in GHz while `run` does, on average: a kernel of one thread that waits for CLOCK_CYCLES runs
+    beside it, and is timed. Not for kernels that leave no room on any SM: those would wait for it."""
+    aside, found = torch.cuda.Stream(), []
+    for _ in range(TRACED_CALLS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        aside.wait_stream(torch.cuda.current_stream())
+        for _ in range(CLOCK_RUNS):
+            run()
+        with torch.cuda.stream(aside):
+            begin.record()
+            torch.cuda._sleep(CLOCK_CYCLES)
+            end.record()
+        torch.cuda.synchronize()
+        found.append(CLOCK_CYCLES / begin.elapsed_time(end) / 1e6)
+    return statistics.median(found)
 
 
 def run_dtypes(layers: list[str], tokens: int, repetitions: int, scheduler: str) -> list[dict[str, Any]]:

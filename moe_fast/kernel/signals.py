@@ -367,13 +367,17 @@ EVENTS = 512
 def note(a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: Int64):
     """One thread: record that `what` (a task word, or a small negative number for a phase) ran from `start` to now.
 
-    A track is EVENTS + 1 triples of int64: the number of events, then (start, end, what), times in ns of globaltimer.
+    A track is EVENTS + 1 triples of int64: (number of events, the SM's clock at the end of the first and of the last
+    one that is kept), then (start, end, what), times in ns of globaltimer.
     """
     base = a.trace + Int64(block * len(TRACKS) + track) * ((EVENTS + 1) * 24)
     number = Int32(read(base, 0, Int64))
     write(base, 0, number + 1, Int64)
     if number < EVENTS:
         at = (number + 1) * 3
+        if number == 0:
+            write(base, 1, cute.arch.clock64(), Int64)
+        write(base, 2, cute.arch.clock64(), Int64)
         write(base, at, start, Int64)
         write(base, at + 1, cute.arch.globaltimer(), Int64)
         write(base, at + 2, what, Int64)

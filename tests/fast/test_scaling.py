@@ -403,7 +403,7 @@ def test_contestants_have_the_same_memory_and_lose_no_row(ranks):
 def test_stages_are_from_their_first_event_to_their_last():
     events = [("gate", 0.0, 5.0), ("solve", 6.0, 2.0), ("push", 8.0, 4.0), ("push", 10.0, 6.0), ("gemm0", 11.0, 3.0),
               ("gemm1", 20.0, 4.0), ("combine", 24.0, 1.5)]  # fmt: skip
-    line = Timeline([Interval(0, "processor 0", n, at, d, 0) for n, at, d in events], 2, 26.0, 0.5, 0.4, {}, 0)
+    line = Timeline([Interval(0, "processor 0", n, at, d, 0) for n, at, d in events], 2, 26.0, 0.5, 0.4, 1.6, {}, 0)
     found = balanced.stage_times(line)
     assert found == {
         "gate": 5.0,

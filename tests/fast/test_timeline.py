@@ -44,7 +44,10 @@ def test_timeline_counts_work_and_leaves_waiting_out():
             (1, 0, 10_000, 11_000, -5),
         ],
     )
+    # between the ends of the first and the last main loop, at 5500 and 8000 ns
+    tracks[0, 3, 0, 1:] = torch.tensor([1_000_000, 1_000_000 + 3_750])
     line = timeline_of(tracks, rank=1, processors=2)
+    assert line.clock_ghz == pytest.approx(1.5)
     assert line.tasks == 3
     assert line.wall_us == 10.0
     assert line.utilisation == pytest.approx((4 + 2 + 4) / 20)
