@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, TOKEN_TILE
+from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
@@ -39,7 +39,7 @@ from moe_fast.kernel.signals import (
     word,
 )
 from moe_fast.kernel.sums import combine_sums, landed_tiles, sum_ready
-from moe_fast.kernel.tokens import wait_listed
+from moe_fast.kernel.tokens import lowest, wait_listed
 from moe_ref.layout import return_row
 from moe_ref.runtime.encoding import combine_tasks, reached
 
@@ -50,7 +50,9 @@ STEP_BYTES = 512
 IN_FLIGHT = 16
 """Loads that a lane has in flight."""
 TOKENS_PER_TURN = 4
-"""Tokens that a warp takes at a time; divides TOKEN_TILE."""
+"""Tokens that a warp takes at a time; divides TOKEN_TILE, and a warp has MAX_TOP_K lanes for each."""
+CLAIMS = 4
+"""Turns that a warp claims at one time."""
 
 
 def result_at_home(k: KernelShape, a, first, token, where, j: int, inside, further: int):
@@ -137,37 +139,46 @@ def gate_of_shared(
 
 
 @cute.jit
+def choices_of(k: cutlass.Constexpr[KernelShape], a: Args, token: Int32, lane: Int32) -> tuple:
+    """Of choice number lane % MAX_TOP_K of a lane's token: the expert, negative for none, its weight, and in the fixed
+    layout and with puts where its result lies. So a warp asks for the choices of four tokens at one time."""
+    expert, scale, place = Int32(-1), Float32(0.0), Int32(0)
+    choice = lane % MAX_TOP_K
+    if choice < k.top_k and token < a.tokens:
+        route = return_row(token, choice, k.top_k)
+        expert = read(a.expert, route)
+        scale = read(a.weight, route, Float32)
+        if cutlass.const_expr(k.fixed or k.by_place):
+            # a masked route has no place; what is read in its stead isn't used
+            if expert >= 0:
+                place = read(a.where, route)
+    return expert, scale, place
+
+
+@cute.jit
 def combine_token(
-    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, lane: Int32
-):
-    """One warp sums the K results of one token."""
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, choices: tuple,
+    number: Int32, lane: Int32,
+):  # fmt: skip
+    """One warp sums the K results of one token, number `number` of those that it has the choices of."""
     row_bytes = k.hidden * k.element_size
     if cutlass.const_expr(k.fixed):
         first = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
     else:
         first = a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * row_bytes
-    expert = Int32(-1)
-    scale = Float32(0.0)
-    if lane < k.top_k:
-        expert = read(a.expert, return_row(token, lane, k.top_k))
-        scale = read(a.weight, return_row(token, lane, k.top_k), Float32)
+    expert, scale, place = choices
     weight = cute.make_rmem_tensor(k.top_k, Float32)
     valid = cute.make_rmem_tensor(k.top_k, Int32)
     where = cute.make_rmem_tensor(k.top_k * (2 if k.put and k.fixed else 1), Int32)
-    if cutlass.const_expr(k.fixed or k.by_place):
-        place = Int32(0)
-        if lane < k.top_k:
-            # a masked route has no place; what is read in its stead isn't used
-            if expert >= 0:
-                place = read(a.where, return_row(token, lane, k.top_k))
-        for j in cutlass.range_constexpr(k.top_k):
-            where[j] = cute.arch.shuffle_sync(place, j)
+    base = number * MAX_TOP_K
+    for j in cutlass.range_constexpr(k.top_k):
+        weight[j] = cute.arch.shuffle_sync(scale, base + j)
+        valid[j] = cute.arch.shuffle_sync(expert, base + j)
+        if cutlass.const_expr(k.fixed or k.by_place):
+            where[j] = cute.arch.shuffle_sync(place, base + j)
             if cutlass.const_expr(k.put and k.fixed):
                 where[k.top_k + j] = where[j] // a.slot_capacity * a.slot_capacity
                 where[j] = where[j] - where[k.top_k + j]
-    for j in cutlass.range_constexpr(k.top_k):
-        weight[j] = cute.arch.shuffle_sync(scale, j)
-        valid[j] = cute.arch.shuffle_sync(expert, j)
     shared_weight = Float32(1.0)
     if cutlass.const_expr(k.shared_gate):
         shared_weight = gate_of_shared(k, dtype, a, token, lane)
@@ -200,16 +211,17 @@ def combine_token(
 
 @cute.jit
 def finish_token(
-    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, lane: Int32
-):
-    """One warp: y of a token, in either wire format."""
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, choices: tuple,
+    number: Int32, lane: Int32,
+):  # fmt: skip
+    """One warp: y of a token, in either wire format. choices, number: see `combine_token`; () for "tokens"."""
     if cutlass.const_expr(k.by_token):
         shared_weight = Float32(1.0)
         if cutlass.const_expr(k.shared_gate):
             shared_weight = gate_of_shared(k, dtype, a, token, lane)
         combine_sums(k, dtype, a, side, token, shared_weight, lane)
     else:
-        combine_token(k, dtype, a, side, token, lane)
+        combine_token(k, dtype, a, side, token, choices, number, lane)
 
 
 @cute.jit
@@ -282,8 +294,12 @@ def combine_early(
             others = bits & (bits - 1)
             bits = claim(k, a, side, tile, bits ^ (others & (others - 1)), lane)
             while bits != 0:
-                inside = Int32(cute.arch.popc((bits & (0 - bits)) - 1))
-                finish_token(k, dtype, a, side, tile * TOKEN_TILE + inside, lane)
+                token = tile * TOKEN_TILE + lowest(bits)
+                choices = ()
+                if cutlass.const_expr(not k.by_token):
+                    # one after the other: a spare warp has no registers for the second one's meanwhile
+                    choices = choices_of(k, a, token, lane)
+                finish_token(k, dtype, a, side, token, choices, Int32(0), lane)
                 bits = bits & (bits - 1)
             if cutlass.const_expr(k.trace):
                 if lane == 0:
@@ -306,7 +322,11 @@ def combine(
     warps: Int32,
     lane: Int32,
 ):
-    """Warp number `warp` of `warps` combines its share of the tokens that nobody has combined yet."""
+    """Warp number `warp` of `warps` combines its share of the tokens that nobody has combined yet.
+
+    What it waits for is asked for ahead: it claims several turns at one time, a lane each, and knows the choices of a
+    turn's tokens before their results are back.
+    """
     counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     turn = warp
@@ -315,13 +335,17 @@ def combine(
     turns, each = Int32(combine_tasks(a.tokens, TOKENS_PER_TURN)), Int32(TOKENS_PER_TURN)
     if a.tokens <= warps:
         turns, each = a.tokens, Int32(1)
+    claimed, ahead = Int32(0), Int32(CLAIMS)
     while go and turn < turns:
+        if ahead == CLAIMS:
+            claimed = claim_turn(k, a, side, turn + lane * warps, turns, each, lane)
+            ahead = Int32(0)
         first = turn * each
-        shift = first % TOKEN_TILE
-        count = min(each, a.tokens - first)
-        bits = claim(k, a, side, first // TOKEN_TILE, ((1 << count) - 1) << shift, lane) >> shift
-        bits = bits & ((1 << each) - 1)
+        bits = cute.arch.shuffle_sync(claimed, ahead)
         if bits != 0:
+            choices = ()
+            if cutlass.const_expr(not k.by_token):
+                choices = choices_of(k, a, first + lane // MAX_TOP_K, lane)
             # lane l waits for token l % each of the turn
             token = min(first + (lane & (each - 1)), a.tokens - 1)
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
@@ -329,8 +353,26 @@ def combine(
                 counters, token * k.signal_words, read(targets, token), a, Role.COMBINE, Wait.BACK, token, scope
             )
             go = cute.arch.vote_all_sync(go)
-        if go:
-            for i in range(TOKENS_PER_TURN):
-                if ((bits >> i) & 1) != 0:
-                    finish_token(k, dtype, a, side, first + i, lane)
+            if go:
+                for i in range(TOKENS_PER_TURN):
+                    if ((bits >> i) & 1) != 0:
+                        finish_token(k, dtype, a, side, first + i, choices, Int32(i), lane)
         turn += warps
+        ahead += 1
+
+
+@cute.jit
+def claim_turn(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, turn: Int32, turns: Int32, each: Int32, lane: Int32
+) -> Int32:
+    """A lane below CLAIMS: those of the tokens of its turn (bits from the turn's first on) that no warp has taken yet;
+    from now on they are this warp's. 0 for other lanes and turns that aren't there."""
+    mine = Int32(0)
+    if lane < CLAIMS and turn < turns:
+        first = turn * each
+        shift = first % TOKEN_TILE
+        bits = ((1 << min(each, a.tokens - first)) - 1) << shift
+        place = word(side_counters(a, side), combined_word(k, a, first // TOKEN_TILE))
+        old = cute.arch.atomic_or(place, bits, sem="relaxed", scope="gpu")
+        mine = ((bits & ~old) >> shift) & ((1 << each) - 1)
+    return mine
