@@ -9,40 +9,74 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 
 import pytest
+from kernel_source import kernel_function
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
 
 from moe_fast.blocks import whole_pairs
-from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, STAGES
+from moe_fast.kernel.constants import FIELDS_SHIFT, STAGES
 from moe_fast.kernel.limits import unsupported_pairs
 from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.kernel.tile_pairs import (
+    EARLY,
+    SAME_BIT,
+    VOID,
+    field_few,
+    field_rows,
+    field_same,
+    field_split,
+    pack_fields,
+)
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
-from moe_ref.runtime.encoding import GEMM1, pack_task, task_column_tile, task_kind, task_row_tile, task_slot
+from moe_ref.runtime.encoding import GEMM1, STOP, pack_task, task_column_tile, task_kind, task_row_tile, task_slot
 
 CONFIG = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
 WORDS = 3
 
 
 @pytest.mark.parametrize("slots", [(5, 5), (5, 6), (6, 5), (0, 4094), (4094, 0)])
-def test_each_block_gets_its_own_tile(slots):
-    task = pack_task(GEMM1, 0, 1000, 7)
-    words = pair_words(task, slots, (1003, 2000), (128, 40), 0)
+@pytest.mark.parametrize("tiles", [(1003, 2000), (12, 12), (0, (1 << 22) - 1)])
+def test_each_block_gets_its_own_tile_and_fields(slots, tiles):
+    """Whether a tile's rows are early is nothing for the blocks."""
+    fields = pack_fields(128, 1, 0, 32), pack_fields(1, 0, 1, 0)
+    words = pair_words(pack_task(GEMM1, 0, 1000, 7), slots, tiles, (fields[0] | EARLY, fields[1]))
     for member, word in enumerate(words):
+        assert 0 <= word < 1 << 63
         assert (task_kind(word), task_slot(word)) == (GEMM1, slots[member])
-        assert (task_row_tile(word), task_column_tile(word)) == ((1003, 2000)[member], 7)
-        assert (word >> FILLED_SHIFT) & (EARLY - 1) == (128, 40)[member]
-        assert word >> SAME_SHIFT == (slots[0] == slots[1])
+        assert (task_row_tile(word), task_column_tile(word)) == (tiles[member], 7)
+        assert word >> FIELDS_SHIFT == fields[member]
 
 
-def test_a_tile_without_a_partner_is_both_blocks_but_one_has_no_rows():
-    first, second = pair_words(pack_task(GEMM1, 0, 12, 3), (9, 9), (12, 12), (17, 17), 1)
-    assert task_row_tile(first) == task_row_tile(second) == 12
-    assert [(word >> FILLED_SHIFT) & (EARLY - 1) for word in (first, second)] == [17, 0]
-    assert first >> SAME_SHIFT == second >> SAME_SHIFT == 1
+@pytest.mark.parametrize("same", [0, 1])
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, member):
+    """What the second block's dispatcher makes of its words when it has given up waiting for the plan."""
+    fields = pack_fields(100, same, 0, 20)
+    word = pair_words(pack_task(GEMM1, 0, 1000, 7), (5, 5), (10, 11), (fields, fields))[member]
+    taken, given = [], [word, STOP]
+    arch = types.SimpleNamespace(
+        mbarrier_arrive_and_expect_tx=lambda at, size: None, mbarrier_wait=lambda at, parity: None,
+        mbarrier_arrive=lambda at, *there, **scope: None, load=lambda at, kind: given.pop(0),
+        store=lambda at, value: taken.append(value),
+    )  # fmt: skip
+    run = kernel_function(
+        "pairs", "pass_words_on", cute=types.SimpleNamespace(arch=arch), wait_plan=lambda a, side, role: False,
+        Role=types.SimpleNamespace(DISPATCHER=0), MemScopeKind=types.SimpleNamespace(CLUSTER=0), WORD=0, FULL=1, FREE=2,
+        STOP=STOP, task_kind=task_kind, wait_list=lambda a, side, blocks: None, VOID=VOID, FIELDS_SHIFT=FIELDS_SHIFT,
+        SAME_BIT=SAME_BIT,
+    )  # fmt: skip
+    run(types.SimpleNamespace(words=WORDS), None, 0, 0, 0, 0, 0, 2)
+    found, last = taken
+    assert last == STOP
+    mask = (1 << FIELDS_SHIFT) - 1
+    assert found & mask == word & mask
+    fields = found >> FIELDS_SHIFT
+    assert (field_rows(fields), field_same(fields), field_split(fields), field_few(fields)) == (1, same, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +109,7 @@ def test_pairs_are_another_kernel():
     plain, paired = (KernelShape.from_config(CONFIG, 1, paired=value) for value in (False, True))
     assert plain.name != paired.name
     assert [plain.task_rows(n) for n in (1, 2, 5)] == [1, 2, 5]
-    assert [paired.task_rows(n) for n in (1, 2, 5)] == [1, 1, 3]
+    assert [paired.task_rows(n) for n in (0, 2, 6)] == [0, 1, 3]
     assert paired.block_tiles % 2 == 0
 
 
