@@ -10,7 +10,6 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from moe_fast.kernel import tile_pairs
 from moe_fast.kernel.constants import CARRIED_ROWS, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.regions import workspace_regions
 from moe_fast.kernel.shapes import KernelShape
-from moe_fast.kernel.tile_pairs import EARLY, EPILOGUE_STEPS, FIELDS
+from moe_fast.kernel.tile_pairs import EARLY, FIELDS
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
 from moe_ref.runtime.encoding import reached
@@ -33,10 +32,6 @@ PAPER = MoEConfig(2048, 2048, 128, 2, activation="relu", gated=False, dtype="bfl
 EDGES = [128 * n + rest for n in range(6) for rest in (0, 1, CARRIED_ROWS, CARRIED_ROWS + 1, 64, 65, 127)]
 ROWS = st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 1500)), min_size=1, max_size=40)
 """Rows of the experts of a rank, with every interesting remainder among them."""
-SIZES = st.tuples(st.integers(1, 70), st.integers(1, 16), st.integers(1, 16), st.integers(4, 40), st.integers(4, 40))
-"""Processors, column tiles and steps of both products."""
-WHOLE, HALVED = (1, 8, 8, 32, 12), (66, 8, 8, 32, 12)
-"""Of few tile pairs without mixed ones: none is halved by the first sizes, some by the second."""
 
 
 @dataclass(frozen=True)
@@ -52,50 +47,27 @@ class Part:
     few_tile: int
 
 
-@dataclass
-class Dealt:
-    """Tile pairs written down one after the other, as the module's docstring names them."""
-
-    pairs: list[tuple[Part, Part]]
-    odd: int = 0
-    few: int = 0
-    whole: int = 0
-    mixed: bool = False
-
-
-def deal(rows: list[int], carries: bool, halved: int = 0) -> Dealt:
-    """Tiles of experts with so many rows; halved: whole pairs of the last expert that become two split ones each."""
-    found, singles = Dealt([]), []
+def deal(rows: list[int], carries: bool) -> list[tuple[Part, Part]]:
+    """Tile pairs of experts with so many rows, one after the other, as the module's docstring names them."""
+    found, singles = [], []
     for expert, count in enumerate(rows):
         few = count % TILE_ROWS
         if not carries or count < TILE_ROWS or few > CARRIED_ROWS:
             few = 0
-        found.few += few > 0
         tiles = [(i, min(count - i * TILE_ROWS, TILE_ROWS)) for i in range((count - few + 127) // 128)]
-        if len(tiles) > 1:
-            found.odd += len(tiles) % 2
-            found.whole = len(tiles) // 2
-        else:
-            found.whole = 0
-        pairs = [tiles[i : i + 2] for i in range(0, len(tiles), 2)]
-        if expert == len(rows) - 1 and halved:
-            pairs = [pair for i, pair in enumerate(pairs) if i < len(tiles) // 2 - halved] + [
-                [tile] for i, pair in enumerate(pairs) if i >= len(tiles) // 2 - halved for tile in pair
-            ]
         if len(tiles) == 1:
             singles.append(Part(expert, 0, tiles[0][1], False, False, few, 1 if few else 0))
             continue
-        for pair in pairs:
-            here = few if pair is pairs[-1] else 0
+        for i in range(0, len(tiles), 2):
+            pair, here = tiles[i : i + 2], few if i + 2 >= len(tiles) else 0
             parts = [Part(expert, i, n, True, len(pair) == 1, here, len(tiles) if here else i) for i, n in pair]
-            found.pairs.append((parts[0], parts[-1]))
-    found.mixed = bool(singles)
+            found.append((parts[0], parts[-1]))
     for pair in itertools.zip_longest(singles[::2], singles[1::2]):
         if pair[1] is None:
             one = pair[0]
             alone = Part(one.expert, 0, one.rows, True, True, one.few, one.few_tile)
             pair = (alone, alone)
-        found.pairs.append(pair)
+        found.append(pair)
     return found
 
 
@@ -108,56 +80,21 @@ def part_of(fields: int, member: int, expert: int, tile: int) -> Part:
     )  # fmt: skip
 
 
-def placed(rows: list[int], carries: bool, sizes: tuple[int, ...]) -> tuple[dict[int, Part], int, int]:
-    """Part of every number that is dealt, by `place_tile`; how many numbers there are; how many pairs are halved."""
-    processors, *others = sizes
-    columns, depths = (others[0], others[1]), (others[2], others[3])
-    own = [tile_pairs.own_tiles(count, carries) for count in rows]
+@given(ROWS, st.booleans())
+@settings(max_examples=500, deadline=None)
+def test_every_number_is_the_tile_that_the_pairs_written_down_have_there(rows, carries):
     sums = list(itertools.accumulate((tile_pairs.count_pairs(count, carries) for count in rows), initial=0))
-    odd = sum(n % 2 for n in own if n > 1)
-    few = sum(tile_pairs.carried_rows(count, carries) > 0 for count in rows)
-    halved = tile_pairs.halved_pairs(sums[-1], odd, few, own[-1] // 2, processors, columns, depths)
-    found = {}
+    found: dict[int, Part] = {}
     for expert, count in enumerate(rows):
-        last = halved if expert == len(rows) - 1 else 0
-        for tile in range(own[expert]):
-            number, fields = tile_pairs.place_tile(tile, count, sums[expert], sums[-1], carries, last)
+        for tile in range(tile_pairs.own_tiles(count, carries)):
+            number, fields = tile_pairs.place_tile(tile, count, sums[expert], sums[-1], carries)
             assert 0 <= fields <= FIELDS
             for member in range(1 + tile_pairs.field_split(fields)):
                 assert number + member not in found, "dealt twice"
                 found[number + member] = part_of(fields, (number + member) % 2, expert, tile)
-    return found, tile_pairs.dealt_tiles(sums[-1], halved), halved
-
-
-@given(ROWS, st.booleans(), SIZES)
-@settings(max_examples=300, deadline=None)
-def test_every_number_is_the_tile_that_the_pairs_written_down_have_there(rows, carries, sizes):
-    found, dealt, halved = placed(rows, carries, sizes)
-    want = deal(rows, carries, halved).pairs
-    assert dealt == 2 * len(want)
+    want = deal(rows, carries)
+    assert tile_pairs.dealt_tiles(sums[-1]) == 2 * len(want)
     assert found == {2 * u + m: part for u, pair in enumerate(want) for m, part in enumerate(pair)}
-
-
-@given(ROWS, st.booleans(), SIZES)
-@settings(max_examples=300, deadline=None)
-def test_pairs_are_halved_where_the_last_round_fills_at_most_half_of_the_processors(rows, carries, sizes):
-    """A whole tile pair counts 1, a split one 5/8, carried rows 1/4 more; a round is a second product's tasks."""
-    _, _, halved = placed(rows, carries, sizes)
-    want, (processors, columns0, columns1, depth0, depth1) = deal(rows, carries), sizes
-    if want.mixed:
-        assert halved == 0
-        return
-    pairs = len(want.pairs) - Fraction(3, 8) * want.odd + Fraction(1, 4) * want.few
-    second = depth1 + EPILOGUE_STEPS
-    left = pairs * (columns0 * (depth0 + EPILOGUE_STEPS) + columns1 * second) / second % processors
-    tasks = -(-left // 1)
-    expected = min(-(-tasks // columns1), want.whole) if 2 * tasks <= processors else 0
-    assert halved == expected
-
-
-def test_some_pairs_are_halved_and_some_are_not():
-    """Three pairs of 8 + 8 tasks for 66 processors: one round of 48. Nine of them leave 12 tasks to a third round."""
-    assert [placed([rows], True, (66, 8, 8, 32, 32))[2] for rows in (768, 256 * 9, 256 * 9 + 20)] == [0, 2, 2]
 
 
 @pytest.mark.parametrize("rows", [*range(1, 600), 16384, 16385, 16400, 16401])
@@ -226,13 +163,6 @@ class Threads:
         assert thread == self.own.thread
         return self.together(value, lambda values, t: sum(values[:t]))
 
-    def ballot(self, condition: bool) -> int:
-        def bits(values: list[int], thread: int) -> int:
-            first = thread // 32 * 32
-            return sum(bool(v) << i for i, v in enumerate(values[first : first + 32]))
-
-        return self.together(condition, bits)
-
     def run(self, role: Callable[[int], Any]) -> list[Any]:
         answers: list[Any] = [None] * THREADS
 
@@ -257,16 +187,12 @@ class Threads:
 
 
 def tables(
-    rows: list[int], pushed: list[tuple[int, int]], sizes: tuple[int, ...], carries: bool = True, side: int = 1,
-    early: bool = True,
+    rows: list[int], pushed: list[tuple[int, int]], carries: bool = True, side: int = 1, early: bool = True,
 ) -> tuple[Tables, list[tuple[int, int]], int]:  # fmt: skip
     """What `publish_pairs` writes for slots of `rows` rows; the (slot, first row) of every row tile; how many are
     dealt. pushed: of each slot, first and end of the rows that are early."""
-    slots, (processors, *others) = len(rows), sizes
-    k = types.SimpleNamespace(
-        slots=slots, carries=carries, early=early, columns0=others[0], columns1=others[1], depth0=others[2],
-        depth1=others[3],
-    )  # fmt: skip
+    slots = len(rows)
+    k = types.SimpleNamespace(slots=slots, carries=carries, early=early)
     places = [(slot, begun) for slot, count in enumerate(rows) for begun in range(0, count, TILE_ROWS)]
     first = [sum(-(-r // TILE_ROWS) for r in rows[:slot]) for slot in range(slots)]
     scratch, slot_rows = 0, 1024
@@ -280,17 +206,13 @@ def tables(
     for tile in range(len(places)):
         a.words[targets + 4 * tile] = 1000 + tile
     names = {name: getattr(tile_pairs, name) for name in (
-        "EARLY", "at_least", "carried_rows", "count_pairs", "dealt_tiles", "field_few", "field_rows", "field_split",
-        "halved_pairs", "own_tiles", "place_tile",
+        "EARLY", "count_pairs", "dealt_tiles", "field_few", "field_rows", "field_split", "own_tiles", "place_tile",
     )}  # fmt: skip
 
     def load(at: int, kind: Any) -> int:
         return shared[at]
 
-    arch = types.SimpleNamespace(
-        load=load, store=shared.__setitem__, popc=int.bit_count, vote_ballot_sync=block.ballot,
-        grid_dim=lambda: (2 * processors, 1, 1),
-    )  # fmt: skip
+    arch = types.SimpleNamespace(load=load, store=shared.__setitem__)
     names |= {
         "CONSUMERS": THREADS, "TILE_ROWS": TILE_ROWS, "next_target": lambda target, expected: target + expected,
         "read": a.read, "write": a.write, "dealt_at": lambda k, a: a.dealt, "scan": block.scan,
@@ -305,28 +227,17 @@ def tables(
     return a, places, answers[0]
 
 
-def random_case(seed: int) -> tuple[list[int], tuple[int, ...], bool]:
-    choose = random.Random(seed)
-    several = choose.random() < 0.4
-    rows = [choose.choice(EDGES) if choose.random() < 0.6 else choose.randrange(1500) for _ in range(1 + seed % 40)]
-    if several:
-        # where no expert has one tile, the last pairs may be halved
-        rows = [count if count == 0 or count > 160 else count + 512 for count in rows]
-    sizes = (choose.choice((2, 3, 8, 66)), *(choose.randrange(1, 9) for _ in range(2)), 32, 12)
-    return rows, sizes, choose.random() < 0.75
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_planner_writes_every_entry_once_and_waits_for_every_tile(seed):
     """Every dealt number has the part that it should, translated both ways; arrivals are expected of carried tiles,
     too; a part is early if all rows that its block loads are."""
-    rows, sizes, carries = random_case(seed)
-    choose = random.Random(1000 + seed)
+    choose, carries = random.Random(1000 + seed), seed % 4 != 0
+    rows = [choose.choice(EDGES) if choose.random() < 0.6 else choose.randrange(1500) for _ in range(1 + seed)]
     pushed = [(low, high) for low, high in (sorted(choose.randrange(r + 1) for _ in range(2)) for r in rows)]
     pushed = [(0, r) if choose.random() < 0.4 else span for r, span in zip(rows, pushed, strict=True)]
     early = seed % 8 != 0
-    a, places, dealt = tables(rows, pushed, sizes, carries, early=early)
-    want = deal(rows, carries, placed(rows, carries, sizes)[2]).pairs
+    a, places, dealt = tables(rows, pushed, carries, early=early)
+    want = deal(rows, carries)
     assert dealt == (2 * len(want) if places else 0)
     at, slot, fields = (a.entries(name) for name in ("tile_at", "tile_slot", "tile_rows"))
     assert sorted(at) == sorted(slot) == sorted(fields) == list(range(dealt))
@@ -355,13 +266,12 @@ def test_planner_writes_every_entry_once_and_waits_for_every_tile(seed):
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("sizes", [WHOLE, HALVED], ids=["whole", "halved"])
 @pytest.mark.parametrize(
     "rows", [[256 + 20], [384 + 20], [140, 130], [140], [512 + 9, 640], [70, 140, 300]], ids=str
 )  # fmt: skip
-def test_a_block_of_tiles_is_ready_with_its_own_and_its_carried_rows(rows, sizes, early):
+def test_a_block_of_tiles_is_ready_with_its_own_and_its_carried_rows(rows, early):
     """Whole, split and mixed pairs: of the tiles that a block of numbers needs, any may be the last to come."""
-    a, places, dealt = tables(rows, [(0, 0)] * len(rows), sizes, side=0)
+    a, places, dealt = tables(rows, [(0, 0)] * len(rows), side=0)
     parts = {number: (at, a.entries("tile_rows")[number]) for number, at in a.entries("tile_at").items()}
     names = {"read": a.read, "carried_tile": tile_pairs.carried_tile, "reached": reached, "EARLY": EARLY}
     there = kernel_function("subscriber", "all_there", **names, buffer_tile=None)
@@ -382,7 +292,7 @@ def test_a_block_of_tiles_is_ready_with_its_own_and_its_carried_rows(rows, sizes
 
 
 def test_a_block_of_tiles_is_ready_at_once_if_all_of_its_rows_are_early():
-    a, places, dealt = tables([276, 300], [(0, 276), (0, 290)], WHOLE, side=0)
+    a, places, dealt = tables([276, 300], [(0, 276), (0, 290)], side=0)
     for tile in range(len(places)):
         a.words[a.arrived + 4 * tile] = a.words[a.arrived_target + 4 * tile] - 1
     names = {"read": a.read, "carried_tile": tile_pairs.carried_tile, "reached": reached, "EARLY": EARLY}
@@ -483,8 +393,7 @@ def test_every_row_is_signalled_once_and_after_all_that_compute_it(rows, seed):
     """Tasks of all pairs, columns and members end in any order; a row is complete with the last column of the last
     block that computes a part of it."""
     columns, choose = 3, random.Random(seed)
-    sizes = HALVED if seed < 2 else WHOLE
-    a, places, dealt = tables(rows, [(0, 0)] * len(rows), sizes) if rows else (None, [], 0)
+    a, places, dealt = tables(rows, [(0, 0)] * len(rows)) if rows else (None, [], 0)
     left: Counter[tuple[int, int]] = Counter()
     tasks = []
     for number in range(dealt):

@@ -73,13 +73,9 @@ FUNCTIONS = {
         for function in (tile_pairs.carried_rows, tile_pairs.own_tiles, tile_pairs.count_pairs)
         for carries in (False, True)
     },
-    "dealt_tiles": (tile_pairs.dealt_tiles, tile_pairs.dealt_tiles, (1 << 30, 100)),
-    "halved_pairs": (
-        *(2 * [lambda *given: tile_pairs.halved_pairs(*given[:5], given[5:7], given[7:])]),
-        (3000, 100, 100, 20, 70, 17, 17, 40, 40),
-    ),
+    "dealt_tiles": (tile_pairs.dealt_tiles, tile_pairs.dealt_tiles, (1 << 30,)),
     **{
-        f"place_tile {part}": (*(2 * [lambda *given, i=part: place_tile(*given)[i]]), (12, 1600, 100, 40, 100, 3, 3))
+        f"place_tile {part}": (*(2 * [lambda *given, i=part: place_tile(*given)[i]]), (12, 1600, 100, 40, 100, 3))
         for part in (0, 1)
     },
     **{
@@ -95,11 +91,11 @@ FUNCTIONS = {
 }
 
 
-def place_tile(tile, rows, pairs, singles, more_pairs, more_singles, halved):
+def place_tile(tile, rows, pairs, singles, more_pairs, more_singles):
     """`place_tile`, sums given as their parts, with carried rows."""
     before = pairs + (singles << tile_pairs.SINGLES_SHIFT)
     total = pairs + more_pairs + ((singles + more_singles) << tile_pairs.SINGLES_SHIFT)
-    return tile_pairs.place_tile(tile, rows, before, total, True, halved)
+    return tile_pairs.place_tile(tile, rows, before, total, True)
 
 
 def operands(given, row, count: int) -> list:
@@ -141,11 +137,6 @@ def test_traced_integers_equal_python(name):
         values[:, 1] += 1
     if name == "pack_fields":
         values[:, 0] = values[:, 0] % 128 + 1
-    if name == "halved_pairs":
-        # an odd number of tiles is two pairs or more; a tenth with a mixed pair; nothing is zero that is divided by
-        values[:, 0] += 2 * values[:, 1]
-        values[:, 0] += (np.arange(500) % 10 == 0) << tile_pairs.SINGLES_SHIFT
-        values[:, 4:] += 1
     if name == "return_row":
         values[:, 2] += 1
     assert evaluate(traced, values) == [plain(*row) for row in values.tolist()]
