@@ -24,8 +24,8 @@ class Buffers:
     """What the last call left in memory, for comparison.
 
     rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
-    dealt_tiles: row tiles that have tasks of their own. returned_NH: row (token, choice); of
-    masked routes anything. before_PE, chosen_SK: before the capacity. With puts
+    dealt_tiles: row tiles that have tasks of their own; in a paired kernel as many as members of tile pairs.
+    returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity. With puts
     returned_NH is a copy: results lie line by line, by place in the send list.
 
     In the wire format "tokens" there is no returned_NH but results_RH, in the order of the row tiles; partial_NH, row

@@ -67,54 +67,15 @@ show("loads.py", "load_product")
 show("gemm.py", "multiply")
 
 # %% [markdown]
-# ## Rows that go along
-#
-# A tile has 128 rows, but an expert has as many as the gate chose for it. If it has 140, its second tile holds 12, and a
-# task of 12 rows draws all of the expert's weights through the multiprocessor, like a full one. Measured with 128 experts,
-# whose weights come from memory: 25 µs in the main loop instead of 29.
-#
-# So the tasks of such a tile are never dealt. Those of the full tile before it compute its rows, too, from the weights that
-# they have in shared memory. The tile keeps its place, its arrival counter and its results.
-
-# %%
-show("carry.py", "carried_tiles")
-show("carry.py", "task_rows")
-
-# %% [markdown]
-# Arithmetic without a branch, so the same lines take Python's integers, numpy's, and the GPU's. `wgmma` multiplies 64 rows
-# at least, so for the few rows the operands change places: 64 rows of *weights* by 32 columns, which are the rows that go
-# along (`multiply_carrying` in `gemm.py`). How many tasks does it save?
-
-# %%
-import numpy as np
-
-from moe_fast.kernel.carry import carried_tiles, task_rows
-
-rng = np.random.default_rng(0)
-fewer = {}
-print("experts  tokens  choices  rows of an expert  row tiles  of which carried")
-for experts, tokens, top_k in ((8, 4096, 2), (32, 4096, 2), (128, 4096, 8), (128, 8192, 2), (128, 1024, 2)):
-    rows = rng.multinomial(tokens * top_k, np.full(experts, 1 / experts))  # an even gate, by chance
-    tiles, carried = -(-rows // 128), carried_tiles(rows)
-    fewer[experts, tokens] = carried.sum() / tiles.sum()
-    span = f"{rows.min()} to {rows.max()}"
-    print(f"{experts:7} {tokens:7} {top_k:8} {span:>18} {tiles.sum():10} {fewer[experts, tokens]:13.0%}")
-
-# %% [markdown]
-# Many where experts have about one tile of rows, none where they have less than one. A third fewer tasks do not make a third
-# less time: on an H200 the call with 8192 tokens and 128 experts takes 8 % less, the one with 32 experts as long as
-# before. A carrying task takes 5 to 7 µs longer than a full one, and what it replaces were the shorter ones.
-#
 # ## Two blocks, one load of the weights
 #
 # Each step draws 16 KiB of rows and 32 KiB of weights out of the L2 cache, and the block next door is often at the same
-# weights. So two neighbouring blocks are one processor: it takes two row tiles, one for each block, in the same columns. If
-# one expert owns both, each block loads half of the weights, and TMA writes this half into the shared memory of both
-# (*multicast*); if not, each loads its own.
+# weights. So two neighbouring blocks are one processor. It takes a *tile pair*: two row tiles of one expert, one for each
+# block, in the same columns. Each block loads half of the weights, and TMA writes this half into the shared memory of both
+# (*multicast*).
 
 # %%
 show("loads.py", "load_weights")
-show("pairs.py", "pair_words")
 
 # %%
 rows_step, weights_step = 128 * 128, 256 * 128  # 128 bytes of each row, and of the weights of each column
@@ -126,11 +87,91 @@ for name, size in drawn.items():
 
 # %% [markdown]
 # A third less to draw, at a price: a stage may be filled only when the consumers of *both* blocks have emptied it, so each
-# waits for the slower one. Measured on one H200, both blocks in step but without multicast took 4 to 6 % longer with 8
-# experts and 4096 tokens or more. With multicast, pairs take 2 to 6 % less time than single blocks where experts have about
-# 256 rows, the two tiles of a pair, elsewhere mostly 0 to 2 %, and in a few cells 1 to 3 % more; the
+# waits for the slower one. When any two neighbouring tiles were a pair, both blocks in step but without multicast took 4 to
+# 6 % longer on one H200 with 8 experts and 4096 tokens or more. With multicast, pairs took 2 to 6 % less time than single
+# blocks where experts have about 256 rows, elsewhere mostly 0 to 2 %, and in a few cells 1 to 3 % more; the
 # [lab notes](../lab/megakernel.md#versions) have all of them. That two blocks which wait for each other at every step never
 # wait for ever is argued line by line at the top of [`pairs`][moe_fast.kernel.pairs].
+#
+# An expert with three tiles has one without a partner. It is *split*: 64 rows for each block, which still share the
+# weights. Two experts with one tile each make a *mixed* pair: each block loads its own weights. Which tile comes where is
+# arithmetic over sums of the experts before, without a branch, so the same lines take Python's integers, numpy's, and the
+# GPU's.
+
+# %%
+show("tile_pairs.py", "count_pairs")
+show("tile_pairs.py", "place_tile")
+
+# %%
+from itertools import accumulate
+
+from moe_fast.kernel import tile_pairs as tp
+
+
+def pairs_of(rows):
+    """Of each tile pair, for both blocks: expert, row tile, rows of it from where to where, carried rows."""
+    sums = list(accumulate((tp.count_pairs(n, True) for n in rows), initial=0))
+    dealt = {}
+    for expert, n in enumerate(rows):
+        for tile in range(tp.own_tiles(n, True)):
+            number, fields = tp.place_tile(tile, n, sums[expert], sums[-1], True)
+            filled, split, few = tp.field_rows(fields), tp.field_split(fields), tp.field_few(fields)
+            for member in range(1 + split):
+                span = (64 * member, min(64 + 64 * member, filled)) if split else (0, filled)
+                dealt[number + member] = (expert, tile, *span, few)
+    assert sorted(dealt) == list(range(tp.dealt_tiles(sums[-1])))
+    return [(dealt[n], dealt[n + 1]) for n in range(0, len(dealt), 2)]
+
+
+some = [256, 400, 100, 128 + 20]
+print("rows of four experts:", some)
+for number, pair in enumerate(pairs_of(some)):
+    blocks = [f"expert {e}, tile {t}, rows {a:3} to {b:3}, {few:2} carried" for e, t, a, b, few in pair]
+    print(f"pair {number}:  " + "   |   ".join(blocks))
+
+# %% [markdown]
+# What a block must know of its part stands in the upper bits of its task word:
+
+# %%
+show("tile_pairs.py", "pack_fields")
+show("pairs.py", "pair_words")
+
+# %% [markdown]
+# ## Rows that go along
+#
+# A tile has 128 rows, but an expert has as many as the gate chose for it. If it has 148, its second tile holds 20, and a
+# task of 20 rows draws all of the expert's weights through the multiprocessor, like a full one. Measured with 128 experts,
+# whose weights come from memory: 25 µs in the main loop instead of 29.
+#
+# So such rows are *carried*, as in the pairs above: the tile gets no tasks, those of the expert's last tile pair compute
+# its rows, too, from the weights that they have in shared memory. Where both blocks have the weights, each does half of the
+# columns. The tile keeps its place, its arrival counter and its results.
+
+# %%
+show("tile_pairs.py", "carried_rows")
+
+# %% [markdown]
+# `wgmma` multiplies 64 rows at least, so for the few rows the operands change places: 64 rows of *weights* by 32 columns,
+# which are the rows that go along (`multiply_carrying` in `gemm.py`). How many tasks does it save?
+
+# %%
+import numpy as np
+
+rng = np.random.default_rng(0)
+fewer = {}
+print("experts  tokens  choices  rows of an expert  row tiles  of which carried")
+for experts, tokens, top_k in ((8, 4096, 2), (32, 4096, 2), (128, 4096, 8), (128, 8192, 2), (128, 1024, 2)):
+    rows = rng.multinomial(tokens * top_k, np.full(experts, 1 / experts))  # an even gate, by chance
+    tiles, carried = -(-rows // 128), tp.carried_rows(rows, True) > 0
+    fewer[experts, tokens] = carried.sum() / tiles.sum()
+    span = f"{rows.min()} to {rows.max()}"
+    print(f"{experts:7} {tokens:7} {top_k:8} {span:>18} {tiles.sum():10} {fewer[experts, tokens]:13.0%}")
+
+# %% [markdown]
+# Many where experts have about one tile of rows, none where they have less than one. A third fewer tasks do not make a third
+# less time: on an H200, by single blocks, the call with 8192 tokens and 128 experts took 8 % less, the one with 32 experts
+# as long as before. A task that carries rows in all of its columns takes 5 to 7 µs longer than a full one, and what it
+# replaces were the shorter ones.
 #
 # ## The subscribers
 #
@@ -359,7 +400,9 @@ assert not found["spills"], "registers were spilled"
 assert found["wgmma"] is None or found["wgmma"] > 0, "no tensor cores"
 assert not listing or any("MULTICAST" in kind for kind in kinds), "every block loads all of its weights"
 for rows in range(1, 1000):
-    assert sum(task_rows(rows, begun) for begun in range(0, rows, 128)) == rows, "a row is computed twice or not at all"
+    parts = [part for pair in pairs_of([rows]) for part in pair]
+    computed = sum(max(end - begin, 0) for _, _, begin, end, _ in parts)
+    assert computed + parts[-1][-1] == rows, "a row is computed twice or not at all"
 assert fewer[128, 8192] > 0.25
 assert fewer[128, 1024] == 0
 assert drawn["pairs"] * 3 == drawn["single blocks"] * 2
@@ -381,7 +424,7 @@ print("all checks passed")
 #     [`dispatch`][moe_fast.kernel.dispatch], [`subscriber`][moe_fast.kernel.subscriber],
 #     [`scheduler`][moe_fast.kernel.scheduler], [`processor`][moe_fast.kernel.processor],
 #     [`loads`][moe_fast.kernel.loads], [`gemm`][moe_fast.kernel.gemm], [`epilogue`][moe_fast.kernel.epilogue],
-#     [`carry`][moe_fast.kernel.carry], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
+#     [`tile_pairs`][moe_fast.kernel.tile_pairs], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
 #     [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
 #     [`pairs`][moe_fast.kernel.pairs], [`megakernel`][moe_fast.kernel.megakernel].
 #

@@ -19,7 +19,7 @@ subscriber  arrivals become ready tasks
 loads       operands by TMA into the stages of the pipeline
 gemm        the wgmma main loop
 epilogue    activation and rounding, and where a product's tile goes
-carry       row tiles of a few rows that go along with the tile before them
+tile_pairs  which row tiles two blocks take together, and which rows go along
 processor   what the roles of a processor block say to each other: task words, completion
 loader, storer, spare, consumer
             the roles of a processor block: one warp each, and two warpgroups of consumers

@@ -9,40 +9,74 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 
 import pytest
+from kernel_source import kernel_function
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
 
 from moe_fast.blocks import whole_pairs
-from moe_fast.kernel.constants import EARLY, FILLED_SHIFT, SAME_SHIFT, STAGES
+from moe_fast.kernel.constants import FIELDS_SHIFT, STAGES
 from moe_fast.kernel.limits import unsupported_pairs
 from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.shapes import KernelShape
+from moe_fast.kernel.tile_pairs import (
+    EARLY,
+    SAME_BIT,
+    VOID,
+    field_few,
+    field_rows,
+    field_same,
+    field_split,
+    pack_fields,
+)
 from moe_ref.config import MoEConfig
 from moe_ref.errors import UsageError
-from moe_ref.runtime.encoding import GEMM1, pack_task, task_column_tile, task_kind, task_row_tile, task_slot
+from moe_ref.runtime.encoding import GEMM1, STOP, pack_task, task_column_tile, task_kind, task_row_tile, task_slot
 
 CONFIG = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
 WORDS = 3
 
 
 @pytest.mark.parametrize("slots", [(5, 5), (5, 6), (6, 5), (0, 4094), (4094, 0)])
-def test_each_block_gets_its_own_tile(slots):
-    task = pack_task(GEMM1, 0, 1000, 7)
-    words = pair_words(task, slots, (1003, 2000), (128, 40), 0)
+@pytest.mark.parametrize("tiles", [(1003, 2000), (12, 12), (0, (1 << 22) - 1)])
+def test_each_block_gets_its_own_tile_and_fields(slots, tiles):
+    """Whether a tile's rows are early is nothing for the blocks."""
+    fields = pack_fields(128, 1, 0, 32), pack_fields(1, 0, 1, 0)
+    words = pair_words(pack_task(GEMM1, 0, 1000, 7), slots, tiles, (fields[0] | EARLY, fields[1]))
     for member, word in enumerate(words):
+        assert 0 <= word < 1 << 63
         assert (task_kind(word), task_slot(word)) == (GEMM1, slots[member])
-        assert (task_row_tile(word), task_column_tile(word)) == ((1003, 2000)[member], 7)
-        assert (word >> FILLED_SHIFT) & (EARLY - 1) == (128, 40)[member]
-        assert word >> SAME_SHIFT == (slots[0] == slots[1])
+        assert (task_row_tile(word), task_column_tile(word)) == (tiles[member], 7)
+        assert word >> FIELDS_SHIFT == fields[member]
 
 
-def test_a_tile_without_a_partner_is_both_blocks_but_one_has_no_rows():
-    first, second = pair_words(pack_task(GEMM1, 0, 12, 3), (9, 9), (12, 12), (17, 17), 1)
-    assert task_row_tile(first) == task_row_tile(second) == 12
-    assert [(word >> FILLED_SHIFT) & (EARLY - 1) for word in (first, second)] == [17, 0]
-    assert first >> SAME_SHIFT == second >> SAME_SHIFT == 1
+@pytest.mark.parametrize("same", [0, 1])
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, member):
+    """What the second block's dispatcher makes of its words when it has given up waiting for the plan."""
+    fields = pack_fields(100, same, 0, 20)
+    word = pair_words(pack_task(GEMM1, 0, 1000, 7), (5, 5), (10, 11), (fields, fields))[member]
+    taken, given = [], [word, STOP]
+    arch = types.SimpleNamespace(
+        mbarrier_arrive_and_expect_tx=lambda at, size: None, mbarrier_wait=lambda at, parity: None,
+        mbarrier_arrive=lambda at, *there, **scope: None, load=lambda at, kind: given.pop(0),
+        store=lambda at, value: taken.append(value),
+    )  # fmt: skip
+    run = kernel_function(
+        "pairs", "pass_words_on", cute=types.SimpleNamespace(arch=arch), wait_plan=lambda a, side, role: False,
+        Role=types.SimpleNamespace(DISPATCHER=0), MemScopeKind=types.SimpleNamespace(CLUSTER=0), WORD=0, FULL=1, FREE=2,
+        STOP=STOP, task_kind=task_kind, wait_list=lambda a, side, blocks: None, VOID=VOID, FIELDS_SHIFT=FIELDS_SHIFT,
+        SAME_BIT=SAME_BIT,
+    )  # fmt: skip
+    run(types.SimpleNamespace(words=WORDS), None, 0, 0, 0, 0, 0, 2)
+    found, last = taken
+    assert last == STOP
+    mask = (1 << FIELDS_SHIFT) - 1
+    assert found & mask == word & mask
+    fields = found >> FIELDS_SHIFT
+    assert (field_rows(fields), field_same(fields), field_split(fields), field_few(fields)) == (1, same, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +109,7 @@ def test_pairs_are_another_kernel():
     plain, paired = (KernelShape.from_config(CONFIG, 1, paired=value) for value in (False, True))
     assert plain.name != paired.name
     assert [plain.task_rows(n) for n in (1, 2, 5)] == [1, 2, 5]
-    assert [paired.task_rows(n) for n in (1, 2, 5)] == [1, 1, 3]
+    assert [paired.task_rows(n) for n in (0, 2, 6)] == [0, 1, 3]
     assert paired.block_tiles % 2 == 0
 
 
@@ -119,6 +153,8 @@ class Block:
         self.inbox_full, self.inbox_free, self.asked = Barrier(1), Barrier(1), Barrier(1)
         self.inbox = None
         self.words = [None] * WORDS
+        # of carried rows: free once both warpgroups are through with the task before; their ring; a barrier of both
+        self.few_free, self.few, self.consumers = Barrier(2), [None] * STAGES, Barrier(2)
         self.stages = [[None, None, None] for _ in range(STAGES)]
         self.readers = [0] * STAGES
         self.computed = 0
@@ -126,7 +162,8 @@ class Block:
 
 
 class Pair:
-    """Both blocks' roles over a list of tasks (depth, same weights, rows of both), STOP at the end."""
+    """Both blocks' roles over a list of tasks, STOP at the end: (steps, whether both multiply by the same weights, the
+    warpgroups of each block that multiply, whether each block carries rows, tasks that have to be stored before)."""
 
     def __init__(self, seed: int, tasks: list, releases: int) -> None:
         self.random, self.tasks, self.blocks = random.Random(seed), tasks, [Block(releases), Block(releases)]
@@ -175,12 +212,12 @@ class Pair:
         block.full[stage].come(0, -size)
 
     def load(self, m: int):
-        block, count = self.blocks[m], 0
+        block, count, turn = self.blocks[m], 0, 0
         for number in itertools.count():
             task = yield from self.take(m, number)
             if task is None:
                 return
-            depth, same, _, needs = task
+            depth, same, _, few, needs = task
             # what a second product reads, the storers have stored; here at least this pair's
             yield lambda need=needs: all(b.stored >= need for b in self.blocks)
             for step in range(depth):
@@ -188,14 +225,29 @@ class Pair:
                 if step == max(depth - 2, 0):
                     block.asked.come(1)
                 yield lambda s=stage, c=count: block.empty[s].over(((c // STAGES) & 1) ^ 1)
-                block.full[stage].come(1, 48)
+                block.full[stage].come(1, 52 if few[m] else 48)
                 what = (number, step)
                 self.coming.append(lambda s=stage, w=what: self.land(m, s, 0, w, 16))
                 for half in (0, 1):
                     for target in (0, 1) if same else (m,):
                         if not same or half == m:
                             self.coming.append(lambda t=target, s=stage, h=half, w=what: self.land(t, s, 1 + h, w, 16))
+                if few[m] and step == STAGES - 1:
+                    yield lambda t=turn: block.few_free.over(t & 1)
+                    for early in range(STAGES - 1):
+                        self.ask_few(m, (count - (STAGES - 1 - early)) % STAGES, (number, early))
+                if few[m] and step >= STAGES - 1:
+                    self.ask_few(m, stage, what)
                 count += 1
+            turn += few[m]
+
+    def ask_few(self, m: int, stage: int, what) -> None:
+        def land():
+            assert self.blocks[m].readers[stage] == 0, "carried rows were written while they were read"
+            self.blocks[m].few[stage] = what
+            self.blocks[m].full[stage].come(0, -4)
+
+        self.coming.append(land)
 
     def consume(self, m: int, group: int):
         block, count = self.blocks[m], 0
@@ -203,22 +255,32 @@ class Pair:
             task = yield from self.take(m, number)
             if task is None:
                 return
-            depth, _, rows, _ = task
+            depth, _, groups, few, _ = task
             held = []
+            if few[m]:
+                yield lambda n=number: block.stored >= n
+                block.few_free.come(1)
             for step in range(depth):
                 stage = count % STAGES
                 yield lambda s=stage, c=count: block.full[s].over((c // STAGES) & 1)
                 assert block.stages[stage] == [(number, step)] * 3
+                assert not few[m] or block.few[stage] == (number, step)
                 block.readers[stage] += 1
                 held.append(stage)
                 # a product stays in flight; a group without rows hands a stage back at once
-                if len(held) > 1 or rows[m] <= group * 64:
+                if len(held) > 1 or group not in groups[m]:
                     self.release(m, held.pop(0))
                 count += 1
                 yield lambda: True
             for stage in held:
                 self.release(m, stage)
+            if few[m]:
+                # the other warpgroup may still read the ring out of the epilogue's buffers
+                phase = block.consumers.phase
+                block.consumers.come(1)
+                yield lambda p=phase: block.consumers.phase > p
             yield lambda n=number: block.stored >= n - 1
+            block.few = [None] * STAGES
             block.computed += 1
 
     def release(self, m: int, stage: int) -> None:
@@ -254,14 +316,27 @@ class Pair:
                     del waiting[able[pick]]
 
 
+KINDS = {
+    # groups of both blocks that multiply
+    "whole": (True, [((0, 1), (0, 1)), ((0, 1), (0,))]),
+    "split": (True, [((0,), (1,)), ((0,), ())]),
+    "mixed": (False, [((0, 1), (0, 1)), ((0,), (0, 1)), ((0,), (0,))]),
+}
+
+
 def random_tasks(seed: int) -> list:
-    """Tasks of some steps, with the same weights or not, a block with few rows or none, and second products that read
-    what tasks before have stored."""
+    """Tasks of some steps, of whole, split and mixed tile pairs; full tiles may carry rows, in a mixed pair either or
+    both; and second products that read what tasks before have stored."""
     choose, tasks = random.Random(seed), []
     for number in range(choose.randrange(12)):
-        rows = (choose.choice((17, 64, 65, 128)), choose.choice((0, 17, 128)))
+        same, choices = KINDS[choose.choice(sorted(KINDS))]
+        groups = choose.choice(choices)
+        few = tuple(choose.random() < 0.5 for _ in (0, 1)) if groups == choices[0] else (False, False)
+        if same:
+            few = few[:1] * 2
         needs = choose.randrange(number + 1) if choose.random() < 0.5 else 0
-        tasks.append((choose.choice((1, 2, 3, 7)), choose.random() < 0.7, rows, needs))
+        depth = choose.choice((STAGES, 5, 7) if any(few) else (1, 2, 3, 7))
+        tasks.append((depth, same, groups, few, needs))
     return tasks
 
 
@@ -279,7 +354,7 @@ def test_stages_need_the_consumers_of_both_blocks():
     caught = 0
     for seed in range(20):
         try:
-            Pair(seed, [(7, True, (128, 128), 0)] * 4, 8).run()
+            Pair(seed, [(7, True, ((0, 1), (0, 1)), (False, False), 0)] * 4, 8).run()
         except AssertionError:
             caught += 1
     assert caught == 20

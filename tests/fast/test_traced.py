@@ -30,7 +30,7 @@ except BackendUnavailable as error:
 import cutlass
 from cutlass import Float32, Int32, Int64
 
-from moe_fast.kernel import carry
+from moe_fast.kernel import tile_pairs
 from moe_fast.kernel.gate import best_groups
 from moe_fast.kernel.pairs import pair_words
 from moe_fast.kernel.plan import first_expert_of
@@ -57,13 +57,31 @@ FUNCTIONS = {
     "compact_row": (layout.compact_row, layout.compact_row, (1 << 20, 1 << 20, 1 << 20, 128)),
     "return_row": (layout.return_row, layout.return_row, (1 << 20, 8, 8)),
     "owner": (SHAPE.owner, SHAPE.owner, (60,)),
-    "carried_tiles": (carry.carried_tiles, carry.carried_tiles, (1 << 20,)),
-    "task_rows": (carry.task_rows, carry.task_rows, (1000, 1000)),
-    "carries": (carry.carries, carry.carries, (256,)),
+    **{
+        name: (*(2 * [getattr(tile_pairs, name)]), bounds)
+        for name, bounds in {
+            "pack_fields": (129, 2, 2, 33),
+            "field_rows": (1 << 16,),
+            "field_same": (1 << 16,),
+            "field_split": (1 << 16,),
+            "field_few": (1 << 16,),
+            "carried_tile": (1 << 16, 2, 1 << 20),
+        }.items()
+    },
+    **{
+        f"{function.__name__} {carries}": (*(2 * [lambda n, f=function, c=carries: f(n, c)]), (3000,))
+        for function in (tile_pairs.carried_rows, tile_pairs.own_tiles, tile_pairs.count_pairs)
+        for carries in (False, True)
+    },
+    "dealt_tiles": (tile_pairs.dealt_tiles, tile_pairs.dealt_tiles, (1 << 30,)),
+    **{
+        f"place_tile {part}": (*(2 * [lambda *given, i=part: place_tile(*given)[i]]), (12, 1600, 100, 40, 100, 3))
+        for part in (0, 1)
+    },
     **{
         f"pair_words {member}": (
-            *(2 * [lambda task, s, t, u, v, m, n, alone, i=member: pair_words(task, (s, t), (u, v), (m, n), alone)[i]]),
-            (1 << 48, 4000, 4000, 1000, 1000, 161, 161, 2),
+            *(2 * [lambda task, s, t, u, v, m, n, i=member: pair_words(task, (s, t), (u, v), (m, n))[i]]),
+            (1 << 48, 4000, 4000, 1000, 1000, 1 << 16, 1 << 16),
         )
         for member in (0, 1)
     },
@@ -71,6 +89,13 @@ FUNCTIONS = {
     "gate_tiles": (lambda s, p: gate_tiles(s, p)[1], lambda s, p: gate_tiles(s, p)[1], (20_000, 150)),
     "first_expert": (lambda r: first_expert_of(SHAPE, r), SHAPE.first_expert, (8,)),
 }
+
+
+def place_tile(tile, rows, pairs, singles, more_pairs, more_singles):
+    """`place_tile`, sums given as their parts, with carried rows."""
+    before = pairs + (singles << tile_pairs.SINGLES_SHIFT)
+    total = pairs + more_pairs + ((singles + more_singles) << tile_pairs.SINGLES_SHIFT)
+    return tile_pairs.place_tile(tile, rows, before, total, True)
 
 
 def operands(given, row, count: int) -> list:
@@ -110,16 +135,20 @@ def test_traced_integers_equal_python(name):
     values = np.stack([generator.integers(0, bound, 500) for bound in bounds], axis=1)
     if name in ("ceil_div", "combine_tasks"):
         values[:, 1] += 1
+    if name == "pack_fields":
+        values[:, 0] = values[:, 0] % 128 + 1
     if name == "return_row":
         values[:, 2] += 1
     assert evaluate(traced, values) == [plain(*row) for row in values.tolist()]
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("row_tiles", [1, 2, 33, 34, 35, 68, 69, 200])
+@pytest.mark.parametrize(
+    ("row_tiles", "paired"),
+    [(n, False) for n in (1, 2, 33, 34, 35, 68, 69, 200)] + [(n, True) for n in (2, 34, 68, 200)],
+)
 def test_ordered_list_holds_every_task_once_and_gemm1_after_its_gemm0(row_tiles, paired):
     """Every ticket is another task, together they are all; a row tile's GEMM1 comes after all of its GEMM0. A pair of
-    blocks takes two row tiles at a time."""
+    blocks takes two numbers at a time, of which there is always an even one."""
     shape = dataclasses.replace(SHAPE, paired=paired)
 
     def place(ticket, tiles):
