@@ -188,9 +188,10 @@ class Threads:
 
 def tables(
     rows: list[int], pushed: list[tuple[int, int]], carries: bool = True, side: int = 1, early: bool = True,
+    ahead: int = 2,
 ) -> tuple[Tables, list[tuple[int, int]], int]:  # fmt: skip
     """What `publish_pairs` writes for slots of `rows` rows; the (slot, first row) of every row tile; how many are
-    dealt. pushed: of each slot, first and end of the rows that are early."""
+    dealt. pushed: of each slot, first and end of the rows that are early; ahead: targets that are asked for ahead."""
     slots = len(rows)
     k = types.SimpleNamespace(slots=slots, carries=carries, early=early)
     places = [(slot, begun) for slot, count in enumerate(rows) for begun in range(0, count, TILE_ROWS)]
@@ -206,7 +207,8 @@ def tables(
     for tile in range(len(places)):
         a.words[targets + 4 * tile] = 1000 + tile
     names = {name: getattr(tile_pairs, name) for name in (
-        "EARLY", "count_pairs", "dealt_tiles", "field_few", "field_rows", "field_split", "own_tiles", "place_tile",
+        "EARLY", "count_pairs", "dealt_tiles", "field_few", "field_rows", "field_split", "own_tiles", "pack_dealt",
+        "place_tile",
     )}  # fmt: skip
 
     def load(at: int, kind: Any) -> int:
@@ -217,7 +219,8 @@ def tables(
         "CONSUMERS": THREADS, "TILE_ROWS": TILE_ROWS, "next_target": lambda target, expected: target + expected,
         "read": a.read, "write": a.write, "dealt_at": lambda k, a: a.dealt, "scan": block.scan,
         "sync_consumers": lambda: block.together(0, lambda values, thread: 0),
-        "cute": types.SimpleNamespace(arch=arch),
+        "cute": types.SimpleNamespace(arch=arch, make_rmem_tensor=lambda size, kind: [0] * size),
+        "TARGETS_AHEAD": ahead,
     }  # fmt: skip
     for name in ("slot_of", "early_bit"):
         names[name] = kernel_function("plan", name, **names)
@@ -236,7 +239,7 @@ def test_planner_writes_every_entry_once_and_waits_for_every_tile(seed):
     pushed = [(low, high) for low, high in (sorted(choose.randrange(r + 1) for _ in range(2)) for r in rows)]
     pushed = [(0, r) if choose.random() < 0.4 else span for r, span in zip(rows, pushed, strict=True)]
     early = seed % 8 != 0
-    a, places, dealt = tables(rows, pushed, carries, early=early)
+    a, places, dealt = tables(rows, pushed, carries, early=early, ahead=seed % 3)
     want = deal(rows, carries)
     assert dealt == (2 * len(want) if places else 0)
     at, slot, fields = (a.entries(name) for name in ("tile_at", "tile_slot", "tile_rows"))
@@ -259,7 +262,11 @@ def test_planner_writes_every_entry_once_and_waits_for_every_tile(seed):
             else:
                 assert not (early and low <= begun and (rows[part.expert] if part.few else end) <= high)
     back = a.entries("dealt")
-    assert back == {tile: min(n for n in at if at[n] == tile) for tile in at.values()}
+    numbers = {tile: min(n for n in at if at[n] == tile) for tile in at.values()}
+    # of a carried tile, which has no number, the rows
+    assert {t: tile_pairs.dealt_number(word) for t, word in back.items() if t in numbers} == numbers
+    held = [min(rows[expert] - begun, TILE_ROWS) for expert, begun in places]
+    assert {t: tile_pairs.dealt_rows(word) for t, word in back.items()} == dict(enumerate(held))
     target = a.entries("arrived_target")
     for tile, (expert, begun) in enumerate(places):
         assert target[len(places) + tile] == 1000 + tile + min(rows[expert] - begun, TILE_ROWS)
@@ -528,10 +535,10 @@ def test_a_thread_of_the_turned_product_holds_what_the_epilogue_takes_it_for(gro
 def test_only_pairs_of_16_bit_layers_carry():
     assert KernelShape.from_config(QWEN3, 2).carries
     assert KernelShape.from_config(PAPER, 1).carries
+    assert KernelShape.from_config(QWEN3.replace(wire_format="tokens"), 2).carries
     for other in (
         KernelShape.from_config(QWEN3, 2, paired=False),
         KernelShape.from_config(QWEN3.replace(dtype="float32"), 1),
-        KernelShape.from_config(QWEN3.replace(wire_format="tokens"), 2),
         KernelShape.from_config(QWEN3, 2, transport="put_signal"),
         KernelShape.from_config(QWEN3.replace(layout="fixed"), 2),
         KernelShape.from_config(QWEN3.replace(shared_intermediate=512), 2),
