@@ -78,6 +78,13 @@ class Part:
         used = [g for g in (0, 1) if self.rows > 64 * g or (not paired and g == 0)]
         return [g for g in used if not self.split or g == member]
 
+    def loaded(self, member: int) -> int:
+        """Rows that the block loads for a step: 16, 64 or 128 for its own ones, and those that it carries."""
+        here = self.rows
+        if self.split:
+            here = self.rows - 64 if member else min(self.rows, 64)
+        return next(n for n in (FEW_ROWS, TILE_ROWS // 2, TILE_ROWS) if here <= n) + CARRIED_ROWS * (self.few > 0)
+
     def carrying(self, member: int) -> list[int]:
         """Those that multiply carried rows: one in each block where both have the weights."""
         if not self.few:
@@ -151,6 +158,8 @@ class Block:
         self.own = threading.local()
         self.multiplied = 0
         """Steps that the warps have handed to the tensor cores, all warps together."""
+        self.loaded = 0
+        """Rows that were asked for, of all steps together."""
         self.words = [self.word(task) for task in pipeline.tasks] + [STOP]
         # here, for Python's parser isn't made for several threads
         self.kernel = self.functions()
@@ -264,6 +273,7 @@ class Block:
         if source.tensor in ("rows", "hidden"):
             missing = self.needs(source) - self.pipeline.memory.acquired[self.member]
             assert not missing, f"loads what it hasn't acquired: {missing}"
+            self.loaded += source.box
         members = [self.member] if mcast_mask is None else [m for m in (0, 1) if mcast_mask >> m & 1]
         self.pipeline.ask([(m, source, target, tma_bar_ptr) for m in members])
 
@@ -645,12 +655,15 @@ class Fragment(Places):
 
 
 def check(pipeline: Pipeline) -> None:
-    """Run it; then every warpgroup that should has multiplied, and every line and result is written once."""
-    k, wanted, steps = pipeline.k, Counter(), [0, 0]
+    """Run it; then every warpgroup that should has multiplied, nothing was loaded in vain, and every line and result is
+    written once."""
+    k, wanted, steps, loaded = pipeline.k, Counter(), [0, 0], [0, 0]
     for task in pipeline.tasks:
         for m, part in enumerate(task.parts):
             groups = part.groups(m, k.paired)
-            steps[m] += len(groups) * WARPS * (k.depth0 if task.first else k.depth1)
+            depth = k.depth0 if task.first else k.depth1
+            steps[m] += len(groups) * WARPS * depth
+            loaded[m] += part.loaded(m) * depth
             if not task.first:
                 wanted.update(results_of(task, m, k.paired))
                 continue
@@ -658,6 +671,7 @@ def check(pipeline: Pipeline) -> None:
             wanted.update(("line", part.tile, g, task.column * k.chunks0 + c) for g in stored for c in range(k.chunks0))
             wanted.update(("few", part.few_tile, task.column, g, w) for g in part.carrying(m) for w in range(WARPS))
     assert pipeline.run() == steps[: len(pipeline.blocks)]
+    assert [block.loaded for block in pipeline.blocks] == loaded[: len(pipeline.blocks)]
     assert pipeline.memory.lines == wanted
 
 

@@ -25,6 +25,7 @@ from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.tile_pairs import EARLY, FIELDS
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
+from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import reached
 
 QWEN3 = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
@@ -296,6 +297,53 @@ def test_a_block_of_tiles_is_ready_with_its_own_and_its_carried_rows(rows, early
             for tile in range(len(places)):
                 a.words[a.arrived + 4 * tile] = a.words[a.arrived_target + 4 * tile] - (tile == missing)
             assert there(k, a, a.arrived, a.arrived_target, begin, dealt) == (missing not in needed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_subscribers_make_a_block_ready_when_its_rows_have_come(seed):
+    """Tiles get their rows one after the other, in any order, the blocks of other lanes never."""
+    choose = random.Random(seed)
+    rows = [choose.choice(EDGES) for _ in range(choose.randrange(2, 9))]
+    a, places, dealt = tables(rows, [(0, 0)] * len(rows), side=0)
+    late = list(range(len(places)))
+    choose.shuffle(late)
+    for tile in late:
+        a.words[a.arrived + 4 * tile] = a.words[a.arrived_target + 4 * tile] - 1
+    # where a call before had more tiles, their counters are at their targets
+    for tile in range(len(places), 2 * len(places) + 2):
+        a.words |= {a.arrived + 4 * tile: 7, a.arrived_target + 4 * tile: 7}
+    first = {expert: tile for tile, (expert, begun) in enumerate(places) if begun == 0}
+    needed: dict[int, set[int]] = {}
+    for number, fields in a.entries("tile_rows").items():
+        tile = a.entries("tile_at")[number]
+        expert = places[tile][0]
+        carried = {first[expert] + rows[expert] // TILE_ROWS} if tile_pairs.field_few(fields) else set()
+        needed.setdefault(number // 2, set()).update({tile} | carried)
+    vars(a).update(heap=0, arrived_at=a.arrived, deadline=10)
+    ready: list[int] = []
+
+    def make_ready(k: Any, a: Any, side: int, queue: int, block: int) -> None:
+        assert (queue, block % 2) == (0, lane)
+        assert not needed[block] & set(late), "tasks of a block without its rows"
+        ready.append(block)
+
+    def aborted(a: Any) -> bool:
+        assert late, "waits for ever"
+        tile = late.pop()
+        a.words[a.arrived + 4 * tile] += 1
+        return False
+
+    names = {
+        "read": a.read, "carried_tile": tile_pairs.carried_tile, "reached": reached, "EARLY": EARLY, "LANES": 2,
+        "buffer_tile": lambda k, a, tile: tile, "arrived_word": lambda k, a, side, tile: 0, "TILE_ROWS": TILE_ROWS,
+        "ceil_div": ceil_div, "make_ready": make_ready, "aborted": aborted, "fail": None,
+        "cute": types.SimpleNamespace(arch=types.SimpleNamespace(globaltimer=lambda: 0)),
+    }  # fmt: skip
+    names["all_there"] = kernel_function("subscriber", "all_there", **names)
+    k = types.SimpleNamespace(early=True, paired=True, carries=True, block_tiles=2, signal_words=1, by_token=False)
+    for lane in range(2):
+        kernel_function("subscriber", "subscribe", **names)(k, a, 0, dealt, lane)
+    assert sorted(ready) == list(range(dealt // 2))
 
 
 def test_a_block_of_tiles_is_ready_at_once_if_all_of_its_rows_are_early():
