@@ -42,7 +42,7 @@ def compile_kernels(
     A kernel whose file is there already is not compiled again. Of a placement only the number of replicas and of slots
     are compiled in: kernels for one serve every other of the same numbers.
     """
-    from moe_fast.compiler import cache_folder, check_compiler, compile_all, inspect_file
+    from moe_fast.compiler import NVDISASM_PACKAGE, cache_folder, check_compiler, compile_all, inspect_file
 
     check_compiler()
     from moe_fast.kernel.constants import SCHEDULERS, TRANSPORTS
@@ -78,10 +78,15 @@ def compile_kernels(
             progress.advance(task)
             if not as_json:
                 k = kernels[-1]
+                counted = "wgmma unknown" if k["wgmma"] is None else f"{k['wgmma']} wgmma"
                 console.print(
-                    f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {k['wgmma']} wgmma",
-                    soft_wrap=True,
+                    f"{k['name']}: stack {k['stack_bytes']} B, shared {k['shared_bytes']} B, {counted}", soft_wrap=True
                 )
+    if any(k["wgmma"] is None for k in kernels):
+        err.print(
+            f"instructions are counted by nvdisasm, which is not installed: pip install {NVDISASM_PACKAGE}",
+            soft_wrap=True,
+        )
     if as_json:
         print(json.dumps({"folder": str(out or cache_folder()), "kernels": kernels}))
 

@@ -5,7 +5,9 @@ A compiled variant is one object file (host launch code and cubin together), sto
     $MOE_REF_CACHE or ~/.cache/moe-ref/kernels / <shape>-<key>.o
 
 where the key is a hash of the shape, the kernel's sources and the DSL's version: a file that is found is right. What
-`moe-ref compile` writes on a build machine is what a GPU machine loads instead of compiling.
+`moe-ref compile` writes on a build machine is what a GPU machine loads instead of compiling. Behind the object stands
+its checksum, in the same file, so that it goes wherever the file is carried: a kernel that lost bytes on the way is
+compiled anew; the driver would run what is left of it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ ARCH = "sm_90a"
 SYMBOL = "moe_megakernel"
 NVSHMEM_VERSION = "nvshmemi_device_lib_version_d"
 """The constant of NVSHMEM's device library that holds its version."""
+SEAL = b"moe_ref sha256: "
+"""Before the checksum, 32 bytes, at the end of an object file; what reads objects goes by their headers, no further."""
+NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
+"""Where there is no CUDA toolkit: a package with the disassembler."""
 SHARED_BYTES = 3072 + STAGES * (TILE_ROWS + TILE_COLUMNS) * LINE_BYTES + 2 * TILE_ROWS * LINE_BYTES
 """Most shared memory of a block: barriers, the task word and biases, pipeline stages, epilogue buffers."""
 
@@ -139,7 +145,7 @@ def compile_to_file(shape: KernelShape, folder: Path | None = None) -> Path:
             raise UsageError(
                 f"no kernels can be kept in {path.parent}: {error.strerror}; name another folder"
             ) from error
-        data = compile_shape(shape).dump_to_object(SYMBOL)
+        data = sealed(compile_shape(shape).dump_to_object(SYMBOL))
         # written beside and moved into place: another rank may be looking for the same file
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
@@ -156,17 +162,27 @@ def compile_to_file(shape: KernelShape, folder: Path | None = None) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether an object file is there with all its sections, as it is not after a copy that broke off."""
+    """Whether an object file is there with all its bytes as they were written, which it is not after a copy that broke
+    off, nor with a hole in it.
+
+    Raises:
+        UsageError: it is there, but can't be read.
+    """
     try:
-        with path.open("rb") as file:
-            head, size = file.read(64), os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    if len(head) < 64 or head[:4] != b"\x7fELF":
-        return False
-    (sections,) = struct.unpack_from("<Q", head, 40)
-    entry, count = struct.unpack_from("<HH", head, 58)
-    return sections + entry * count <= size
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be read: {error.strerror}; see to that, or name another folder (MOE_REF_CACHE)"
+        ) from error
+    end = len(data) - hashlib.sha256().digest_size - len(SEAL)
+    return end > 0 and sealed(data[:end]) == data
+
+
+def sealed(data: bytes) -> bytes:
+    """An object with its checksum behind it."""
+    return data + SEAL + hashlib.sha256(data).digest()
 
 
 def compile_all(shapes: Sequence[KernelShape], folder: Path | None = None, jobs: int = 1) -> Iterator[Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -12,7 +14,7 @@ from moe_fast.blocks import LEAST_BLOCKS
 from moe_fast.engine_choice import DEFAULT_SCHEDULER
 from moe_fast.heap import MINIMUM_NVSHMEM, check_version, device_problem
 from moe_ref.doctor import Check
-from moe_ref.errors import BackendUnavailable
+from moe_ref.errors import BackendUnavailable, UsageError
 
 WANTED = (
     ("nvidia-cutlass-dsl", "the CuTe DSL that the kernel is written in"),
@@ -70,6 +72,8 @@ def _device_code() -> Check:
     except BackendUnavailable as error:
         remedy = 'pip install nvidia-nvshmem-cu13; until then several ranks need mapped peers (transport "stores")'
         return Check(name, "optional", str(error), remedy)
+    except OSError as error:
+        return Check(name, "optional", f"{path.name}: {error.strerror}", "see the compiled kernels")
     except ValueError as error:
         return Check(name, "optional", f"{path.name}: {error}", "delete the file; it is compiled again")
     except Exception as error:  # its loader raises types of its own
@@ -133,8 +137,39 @@ def _peers() -> Check:
 
 
 def _cache() -> Check:
-    folder = compiler.cache_folder()
-    count = len(list(folder.glob("*.o"))) if folder.is_dir() else 0
+    """Whether kernels can be read from their folder and kept there, by doing it."""
+    name, folder = "compiled kernels", compiler.cache_folder()
+    remedy = "name a folder that can be written (MOE_REF_CACHE), or see to its permissions"
+    try:
+        kernels = sorted(path for path in folder.iterdir() if path.suffix == ".o")
+        broken = [path.name for path in kernels if not compiler.is_whole(path)]
+        tried = folder
+    except FileNotFoundError:
+        # made when the first kernel is compiled, wherever there is something to make it in
+        kernels, broken = [], []
+        tried = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
+        if folder.is_symlink():
+            return Check(name, "optional", f"{folder} is a link that leads nowhere", remedy)
+    except NotADirectoryError:
+        return Check(name, "optional", f"{folder} is a file, or lies below one", remedy)
+    except (OSError, UsageError) as error:
+        why = str(error) if isinstance(error, UsageError) else f"{folder} can't be read: {error.strerror}"
+        return Check(name, "optional", why, remedy)
+    if problem := _cannot_write(tried):
+        what = f"{len(kernels)} in {folder}, and none can be added" if kernels else f"none can be kept in {folder}"
+        return Check(name, "optional", f"{what}: {problem}", remedy)
     tool = compiler.find_nvdisasm()
-    note = "" if tool else "; no nvdisasm: `moe-ref compile` can't count instructions"
-    return Check("compiled kernels", "ok", f"{count} in {folder}{note}")
+    note = "" if tool else f"; no nvdisasm (pip install {compiler.NVDISASM_PACKAGE}): instructions can't be counted"
+    if broken:
+        found = f"{len(kernels)} in {folder}, of these {len(broken)} broken or older: {broken[0]}"
+        return Check(name, "optional", found + note, "nothing to do: they are compiled anew when they are needed")
+    return Check(name, "ok", f"{len(kernels)} in {folder}{note}")
+
+
+def _cannot_write(folder: Path) -> str | None:
+    """Why nothing can be made in a folder; None if it can."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

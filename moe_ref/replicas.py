@@ -56,6 +56,8 @@ class Placement:
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
         """Plain expert parallelism: one replica each, experts in blocks; the first E mod P ranks hold one more."""
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks}, expected at least 1")
         base, extra = divmod(num_experts, num_ranks)
         owners = [rank for rank in range(num_ranks) for _ in range(base + (rank < extra))]
         return cls(tuple((rank,) for rank in owners), num_ranks)

@@ -20,6 +20,7 @@ from docs._tools import api, render, results, scaling, trouble
 DOCS = Path(__file__).resolve().parents[1]
 
 _SKEW = re.compile(r"\{\{ *skew +(\S+) *\}\}")
+_SCALING = re.compile(r"\{\{ *scaling +(\w+) *\}\}")
 _ON_DISK = re.compile(r"\]\((?:\.\./)+(?:(tutorials/\d\d_\w+)\.py|results/(\w+)\.json|moe_ref(?=\)))")
 """Links of written pages to the sources of made ones, as they stand in the checkout: they work there, too."""
 _FIGURE = re.compile(r"\{\{ *figure +(\d\d) *\}\}")
@@ -43,6 +44,7 @@ class Pages:
             out[f"tutorials/{page.name}.md"] = page.markdown
             out |= {f"tutorials/{name}": content for name, content in page.files.items()}
         out |= {f"recorded/{name}.md": results.page(name) for name in results.names()}
+        out |= scaling.drawing()
         out["api/index.md"] = api.index()
         return out | {uri: text for _, uri, text in api.pages()}
 
@@ -69,8 +71,7 @@ class Pages:
             markdown = markdown.replace("{{ tutorials }}", self._list(uri))
         if "{{ trouble }}" in markdown:
             markdown = markdown.replace("{{ trouble }}", trouble.table())
-        if "{{ scaling }}" in markdown:
-            markdown = markdown.replace("{{ scaling }}", scaling.page())
+        markdown = _SCALING.sub(lambda match: scaling.part(match.group(1)), markdown)
         up = "../" * uri.count("/")
         markdown = _ON_DISK.sub(lambda match: f"]({up}{_made(match)}", markdown)
         markdown = _SKEW.sub(lambda match: _skew(match.group(1)), markdown)

@@ -87,7 +87,7 @@ def number(value: Any, form: str = "") -> str:
             return f"{len(value)} values, {number(min(value))} to {number(max(value))}"
         if len(value) > LONG_LIST:
             return f"{len(value)} entries"
-        return ", ".join(number(v) for v in value)
+        return ", ".join(number(v) for v in value) or MISSING
     if isinstance(value, dict):
         return "; ".join(f"{k} {number(v)}" for k, v in value.items())
     return str(value).replace("|", "\\|")

@@ -15,6 +15,9 @@ from moe_ref.config import MoEConfig
 from moe_ref.placement import Placement
 from moe_ref.runtime.encoding import COLUMN_BITS
 
+MAX_ROW_BYTES = 1 << 17
+"""Of a token's row, so of hidden: copying a row is unrolled, and with rows of this size a kernel already takes several
+times as long to compile as usual. The largest models have about a quarter of it."""
 PLANNER_WORDS = 7680
 """Shared memory of the planner's block for the tables of replicas, in 4-byte words."""
 
@@ -35,15 +38,13 @@ def unsupported(config: MoEConfig, ranks: int) -> list[str]:
     for name in ("hidden", "intermediate", "shared_intermediate"):
         if getattr(c, name) * c.element_size % LINE_BYTES:
             out.append(f"{name}={getattr(c, name)} (must be a multiple of {LINE_BYTES // c.element_size})")
-    widths = {
-        "hidden": TILE_COLUMNS, "intermediate": TILE_COLUMNS // (1 + c.gated),
-        "shared_intermediate": TILE_COLUMNS // (1 + c.gated),
-    }  # fmt: skip
-    for name, width in widths.items():
-        if getattr(c, name) > width << COLUMN_BITS:
-            out.append(
-                f"{name}={getattr(c, name)} (at most {width << COLUMN_BITS}: a task's word has room for no more)"
-            )
+    if c.hidden * c.element_size > MAX_ROW_BYTES:
+        most = MAX_ROW_BYTES // c.element_size
+        out.append(f"hidden={c.hidden} (at most {most} with {c.dtype}: copying a row is unrolled when compiled)")
+    for name in ("intermediate", "shared_intermediate"):
+        most = TILE_COLUMNS // (1 + c.gated) << COLUMN_BITS
+        if getattr(c, name) > most:
+            out.append(f"{name}={getattr(c, name)} (at most {most}: a task's word has room for no more)")
     if c.max_tokens * c.top_k >= 1 << HOME_BITS:
         out.append(f"max_tokens={c.max_tokens} (max_tokens * top_k must stay below 2**{HOME_BITS})")
     if ranks > 1 << (31 - HOME_BITS):

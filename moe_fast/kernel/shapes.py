@@ -93,8 +93,10 @@ class KernelShape:
         them wherever they can do what the layer asks for.
 
         Raises:
-            UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide.
+            UsageError: a feature that the kernel doesn't have, by name, or a size that its tiles can't divide; an
+                argument of another kind, by its name.
         """
+        _check_arguments(config, ranks, placement, trace=trace, fp32_router=fp32_router, paired=paired)
         problems = unsupported(config, ranks)
         replicas = slots = 0
         if config.experts >= ranks:
@@ -422,3 +424,18 @@ def dropped(expert):
     """What stands in the place of an expert whose capacity was full: negative, like any masked route, and its own
     inverse, so that who was chosen can still be read. Traced by the kernel."""
     return -2 - expert
+
+
+def _check_arguments(config: object, ranks: object, placement: object, **switches: object) -> None:
+    """Raise UsageError for what no kernel can be made of. Switches are True or False, not anything that counts as such:
+    a kernel's file is named by its shape."""
+    if not isinstance(config, MoEConfig):
+        raise UsageError(f"config is a {type(config).__name__}, expected a MoEConfig")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise UsageError(f"ranks is {ranks!r}, expected an integer of at least 1")
+    if placement is not None and not isinstance(placement, Placement):
+        raise UsageError(f"placement is a {type(placement).__name__}, expected a Placement or None")
+    for name, value in switches.items():
+        if not isinstance(value, bool) and not (name == "paired" and value is None):
+            kinds = "True, False or None" if name == "paired" else "True or False"
+            raise UsageError(f"{name} is {value!r}, expected {kinds}")

@@ -13,7 +13,9 @@ Letters: N numbers of a bucket, P ranks, X local expert slots.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +52,24 @@ class Piece:
         return value if value is None or self.slot is None else value[self.slot]
 
 
+@dataclass(frozen=True)
+class Run:
+    """Pieces side by side in their bucket that are evenly spaced rows of one parameter (replica sets may take turns).
+    They are copied at once: a copy for every expert is more work for the host than for the device.
+
+    Attributes:
+        parameter: in this process; slots: rows of it, None for all of it. size: numbers.
+    """
+
+    parameter: nn.Parameter
+    slots: slice | None
+    size: int
+
+    def of(self, value: Tensor) -> Tensor:
+        """View of these rows of the parameter, or of something of its shape."""
+        return value if self.slots is None else value[self.slots]
+
+
 @dataclass
 class Bucket:
     """All pieces that live on one set of ranks.
@@ -66,10 +86,27 @@ class Bucket:
     trainable: bool
     pieces: list[Piece] = field(default_factory=list)
 
-    @property
+    # once the buckets are made no piece is added
+    @cached_property
     def sizes(self) -> list[int]:
         """Numbers of each piece."""
         return [piece.data.numel() for piece in self.pieces]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All pieces, in their order, as few runs as there can be."""
+        found: list[Run] = []
+        for piece, size in zip(self.pieces, self.sizes, strict=True):
+            slot, last = piece.slot, found[-1] if found else None
+            if slot is None:
+                found.append(Run(piece.parameter, None, size))
+                continue
+            joined = _joined(last.slots, slot) if last is not None and last.parameter is piece.parameter else None
+            if last is None or joined is None:
+                found.append(Run(piece.parameter, slice(slot, slot + 1, 1), size))
+            else:
+                found[-1] = Run(piece.parameter, joined, last.size + size)
+        return found
 
     @property
     def size(self) -> int:
@@ -88,16 +125,41 @@ class Bucket:
 
     def values(self) -> Tensor:
         """All pieces' values, [N] in `dtype`."""
-        return torch.cat([piece.data.reshape(-1).to(self.dtype) for piece in self.pieces])
+        return torch.cat([run.of(run.parameter.detach()).reshape(-1).to(self.dtype) for run in self.runs])
 
     def gradients(self) -> Tensor:
         """All pieces' gradients, [N] in `dtype`; zeros where there is none (nothing reached the parameter)."""
-        first = self.pieces[0].data
-        flat = torch.empty(self.size, dtype=self.dtype, device=first.device)
-        for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
-            gradient = piece.gradient
-            part.zero_() if gradient is None else part.copy_(gradient.reshape(-1))
+        flat = torch.empty(self.size, dtype=self.dtype, device=self.pieces[0].data.device)
+        for run, part in self._parts(flat):
+            gradient = run.parameter.grad
+            part.zero_() if gradient is None else part.copy_(run.of(gradient).reshape(-1))
         return flat
+
+    def write_values(self, flat: Tensor) -> None:
+        """Round [N] into the parameters."""
+        for run, part in self._parts(flat):
+            target = run.of(run.parameter.detach())
+            target.copy_(part.view(target.shape))
+
+    def write_gradients(self, flat: Tensor) -> None:
+        """Round [N] into the parameters' gradients, which must be there."""
+        for run, part in self._parts(flat):
+            assert run.parameter.grad is not None
+            target = run.of(run.parameter.grad)
+            target.copy_(part.view(target.shape))
+
+    def _parts(self, flat: Tensor) -> Iterator[tuple[Run, Tensor]]:
+        """Each run with its part of [N]."""
+        return zip(self.runs, flat.split([run.size for run in self.runs]), strict=True)
+
+
+def _joined(slots: slice | None, slot: int) -> slice | None:
+    """These rows and one more behind them, or None where they would not be evenly spaced."""
+    if slots is None:
+        return None
+    first, last = slots.start, slots.stop - 1
+    step = slot - last if first == last else slots.step
+    return slice(first, slot + 1, step) if step > 0 and slot == last + step else None
 
 
 def expert_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:

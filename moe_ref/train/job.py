@@ -114,12 +114,12 @@ def _step(
     tokens = batch_BL[:, 1:].numel()
     for group in optimizer.inner.param_groups:
         group["lr"] = job.recipe.rate(step)
-    nats, all_stats = 0.0, []
+    losses, all_stats = [], []
     for micro_BL in batch_BL.tensor_split(job.micro_batches):
         mine_BL = _own_sequences(micro_BL, world).to(device)
         logits, stats = recompute(training, mine_BL[:, :-1]) if job.recompute else training(mine_BL[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), mine_BL[:, 1:].flatten(), reduction="sum")
-        nats += float(loss.detach())
+        losses.append(loss.detach())
         for layer_stats in stats:
             # Means over this rank's tokens; weighted by them, the sum over ranks is that of the whole batch. Backends
             # that keep no scores give none.
@@ -131,7 +131,8 @@ def _step(
     training.synchronize(denominator=tokens)
     training.clip(job.clip)
     optimizer.step()
-    mean = sum_everywhere(world, nats, torch.device(device)) / tokens
+    # Only now is a loss asked for: before, the host would wait for a forward with nothing enqueued behind it.
+    mean = sum_everywhere(world, sum(map(float, losses)), torch.device(device)) / tokens
     if not math.isfinite(mean):
         raise RuntimeError(f"the loss of step {step} is {mean}; lower --learning-rate")
     return mean / math.log(2), all_stats

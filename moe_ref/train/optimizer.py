@@ -99,8 +99,7 @@ class ReplicaOptimizer:
 
     def _write_parameters(self) -> None:
         for bucket, flat in zip(self.training.trainable, self._whole(self.masters), strict=True):
-            for piece, value in zip(bucket.pieces, bucket.split(flat), strict=True):
-                piece.data.copy_(value)
+            bucket.write_values(flat)
         self._written = self._versions()
 
     def _whole(self, parts: list[Any]) -> list[Tensor]:

@@ -166,11 +166,12 @@ class Replicated(nn.Module):
             raise ValueError(f"max_norm is {max_norm}, expected a positive number")
         if self.gradients is None:
             raise RuntimeError("clip() before synchronize(): gradients still differ between replicas")
-        squares = 0.0
+        # added up where the gradients are: the host waits for them once, not for every bucket
+        squares = torch.zeros((), dtype=torch.float64, device=self.gradients[0].device)
         for bucket, gradient in zip(self.trainable, self.gradients, strict=True):
             if self.sharded or bucket.place == 0:
-                squares += float(gradient.double().square().sum())
-        norm = sum_everywhere(self.world, squares, self.gradients[0].device) ** 0.5
+                squares += gradient.double().square().sum()
+        norm = sum_everywhere(self.world, float(squares), squares.device) ** 0.5
         if not norm < float("inf"):
             raise RuntimeError(f"the gradient's norm is {norm}; a loss or an activation is not finite")
         if norm > max_norm:
@@ -204,10 +205,7 @@ class Replicated(nn.Module):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket, flat in zip(self.trainable, self.gradients, strict=True):
-            for piece, value in zip(bucket.pieces, bucket.split(flat), strict=True):
-                gradient = piece.gradient
-                assert gradient is not None
-                gradient.copy_(value)
+            bucket.write_gradients(flat)
 
 
 def _fingerprint(module: nn.Module, sharded: bool, group_size: int | None) -> str:

@@ -10,6 +10,7 @@ from docs_support import ROOT, needs_docs
 from scaling_rows import a_run
 
 from docs._tools import api, render, results, scaling, trouble
+from moe_fast.bench.scaling import figures
 
 
 @pytest.fixture
@@ -73,23 +74,39 @@ def test_a_result_without_provenance_is_refused(recorded) -> None:
 
 def test_the_scaling_page_says_what_was_not_measured(recorded) -> None:
     """Without a run the commands that make one, of the papers' figures only theirs; with all of them no such word."""
-    page = scaling.page()
-    assert "No run on 4 and 8 GPUs" in page
+    missing = scaling.part("missing")
+    assert "No machine with 4 or 8 GPUs" in missing
+    assert "the tables are empty" in missing
     for gpus in (2, 4, 8):
-        assert f"--nproc-per-node {gpus} -m moe_fast.bench scaling --out docs/results/scaling_{gpus}gpu.json" in page
-    assert "| FlashMoE | million tokens a second | 17.7 | \N{EN DASH} |" in page
+        command = f"--nproc-per-node {gpus} -m moe_fast.bench scaling --out docs/results/scaling_{gpus}gpu.json"
+        assert command in missing
+    assert "| FlashMoE | million tokens a second | 17.7 | \N{EN DASH} |" in scaling.part("papers")
+    assert {scaling.part(figure) for figure in figures.FIGURES} == {"Not measured yet.\n"}
+    assert (scaling.drawing(), scaling.part("figure")) == ({}, "")
     for gpus in (2, 8):
         (results.RESULTS / f"scaling_{gpus}gpu.json").write_text(json.dumps(a_run(gpus)))
-    page = scaling.page()
-    assert "No run on 4 GPUs" in page
-    assert "nproc-per-node 8" not in page
-    assert "| FlashMoE | million tokens a second | 17.7 | 121.36 |" in page
-    assert "| 1.25 | yes |" in page
+    missing = scaling.part("missing")
+    assert "No machine with 4 GPUs could be had yet, so the tables below have nothing from there" in missing
+    assert "from 2 and 8 GPUs" in missing
+    assert "nproc-per-node 8" not in missing
+    assert "| FlashMoE | million tokens a second | 17.7 | 121.36 |" in scaling.part("papers")
+    assert "| 1.25 | yes |" in scaling.part("aims")
+    assert "| GPUs | skew |" in scaling.part("balance")
     (results.RESULTS / "scaling_4gpu.json").write_text(json.dumps({**a_run(4, figures=("wire",)), "cells": 57}))
-    page = scaling.page()
-    assert "No run on" not in page
-    assert "The run on 4 GPUs lacks 50 of its 57 cells." in page
+    assert scaling.part("missing") == "The run on 4 GPUs lacks 50 of its 57 cells.\n"
     assert results.page("scaling_8gpu").startswith("# t\n")
+    assert scaling.drawing()[scaling.FIGURE].startswith(b"<?xml")
+    assert "](scaling.svg)" in scaling.part("figure")
+    with pytest.raises(results.ResultMissing, match="no part 'speeds'"):
+        scaling.part("speeds")
+
+
+def test_the_scaling_page_shows_every_part() -> None:
+    """A part that the page does not ask for is seen by nobody."""
+    text = (ROOT / "docs/recorded/scaling.md").read_text()
+    parts = [*scaling.PARTS, *figures.FIGURES]
+    assert sorted(re.findall(r"^\{\{ scaling (\w+) \}\}$", text, re.MULTILINE)) == sorted(parts)
+    assert "None" not in "".join(map(scaling.part, parts))
 
 
 @pytest.mark.parametrize("name", results.names())

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -141,20 +142,134 @@ def test_a_kernel_carries_the_version_of_the_nvshmem_it_was_built_with(tmp_path,
     assert path.name in doctor._device_code().found
 
 
+def broken(whole: bytes) -> dict[str, bytes]:
+    """A compiled kernel after what can happen to it on the way."""
+    middle = len(whole) // 2
+    return {
+        "empty": b"",
+        "no object": b"no object file" * 10,
+        "broke off": whole[:70_000],
+        "the end is missing": whole[:-1],
+        "without its checksum": whole[: -32 - len(compiler.SEAL)],
+        "zeros in the middle": whole[:middle] + bytes(4096) + whole[middle + 4096 :],
+        "one bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "more behind it": whole + bytes(512),
+    }
+
+
 @pytest.mark.slow
-def test_a_file_that_broke_off_is_compiled_anew(tmp_path, monkeypatch):
+def test_a_file_that_lost_something_is_compiled_anew(tmp_path, monkeypatch):
     """And what is written is for all users that the umask lets read it."""
     shape = KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets")
     path = compiler.compile_to_file(shape, tmp_path)
     whole = path.read_bytes()
     (tmp_path / "other").touch()
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
-    again = SimpleNamespace(dump_to_object=lambda symbol: whole)
+    # what reads objects doesn't mind the checksum behind them
+    assert getattr(compiler.import_cutlass().runtime.load_module(str(path)), compiler.SYMBOL)
+    assert compiler.resources(compiler.cubin_of(whole))["registers"] > 100
+    again = SimpleNamespace(dump_to_object=lambda symbol: whole[: -32 - len(compiler.SEAL)])
     monkeypatch.setattr(compiler, "compile_shape", lambda shape: again)
-    for broken in (b"", b"no object file" * 10, whole[:70_000]):
-        path.write_bytes(broken)
+    assert compiler.is_whole(path)
+    for how, data in broken(whole).items():
+        path.write_bytes(data)
+        assert not compiler.is_whole(path), how
         assert compiler.compile_to_file(shape, tmp_path).read_bytes() == whole
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_folder_that_is_none_is_named(tmp_path, monkeypatch):
+    """Nothing is compiled that can't be kept, and no error of the system comes out as it is."""
+    shape = KernelShape.from_config(VARIANTS["tiny"][0], 1, "tickets")
+    monkeypatch.setattr(compiler, "compile_shape", lambda shape: pytest.fail("compiled"))
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(UsageError, match=f"no kernels can be kept in {folder}"):
+            compiler.compile_to_file(shape, folder)
+    compiler.object_path(shape, tmp_path).mkdir()
+    with pytest.raises(UsageError, match="can't be read: Is a directory"):
+        compiler.compile_to_file(shape, tmp_path)
+
+
+def cache_check(monkeypatch, folder):
+    monkeypatch.setenv("MOE_REF_CACHE", str(folder))
+    return doctor._cache()
+
+
+def test_the_doctor_tries_the_folder_of_compiled_kernels(tmp_path, monkeypatch):
+    """What it calls ok can be read and written; it leaves nothing behind."""
+    check = cache_check(monkeypatch, tmp_path)
+    assert (check.state, check.found.split(";")[0]) == ("ok", f"0 in {tmp_path}")
+    check = cache_check(monkeypatch, tmp_path / "not" / "yet")
+    assert check.state == "ok"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for folder, why in (
+        (tmp_path / "file", "is a file, or lies below one"),
+        (tmp_path / "file" / "below", "is a file, or lies below one"),
+        (tmp_path / "link", "is a link that leads nowhere"),
+        (Path("/proc/nowhere"), "none can be kept in /proc/nowhere"),
+    ):
+        check = cache_check(monkeypatch, folder)
+        assert (check.state, bool(check.remedy)) == ("optional", True)
+        assert why in check.found
+        assert str(folder) in check.found
+
+
+def test_the_doctor_names_kernels_that_lost_something(tmp_path, monkeypatch):
+    (tmp_path / "a.o").write_bytes(compiler.sealed(b"\x7fELF" + bytes(100)))
+    assert cache_check(monkeypatch, tmp_path).state == "ok"
+    (tmp_path / "b.o").write_bytes(b"\x7fELF" + bytes(100))
+    check = cache_check(monkeypatch, tmp_path)
+    assert check.state == "optional"
+    assert "2 in" in check.found
+    assert "1 broken or older: b.o" in check.found
+
+
+def test_the_doctor_names_a_folder_that_is_not_ours(tmp_path, monkeypatch):
+    """Whoever runs the tests may have all rights, so the system's answers are played."""
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.o").write_bytes(compiler.sealed(b"\x7fELF" + bytes(100)))
+    with monkeypatch.context() as m:
+        m.setattr(Path, "iterdir", refuse)
+        assert "can't be read: Permission denied" in cache_check(m, tmp_path).found
+    with monkeypatch.context() as m:
+        m.setattr(Path, "read_bytes", refuse)
+        assert "a.o can't be read: Permission denied" in cache_check(m, tmp_path).found
+    with monkeypatch.context() as m:
+        m.setattr(doctor.tempfile, "TemporaryDirectory", refuse)
+        check = cache_check(m, tmp_path)
+        assert check.found == f"1 in {tmp_path}, and none can be added: Permission denied"
+        assert check.state == "optional"
+
+
+def test_without_a_disassembler_the_package_is_named(tmp_path, monkeypatch, capfd):
+    """Nothing was counted, which is not the same as none."""
+    path = tmp_path / "k.o"
+    monkeypatch.setattr(compiler, "compile_all", lambda shapes, out, jobs: iter([path] * len(shapes)))
+    found = {"registers": 168, "stack_bytes": 0, "shared_bytes": 1, "wgmma": None, "tma_loads": None}
+    monkeypatch.setattr(compiler, "inspect_file", lambda path: found)
+    (tmp_path / "layer.json").write_text(json.dumps({"hidden": 128, "intermediate": 64, "experts": 4, "top_k": 1,
+                                                     "dtype": "float16"}))  # fmt: skip
+    arguments = ["compile", "--config", str(tmp_path / "layer.json"), "--ranks", "1"]
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    out, err = capfd.readouterr()
+    assert "wgmma unknown" in out
+    assert "None" not in out
+    assert "pip install nvidia-cuda-nvdisasm" in err
+    found["wgmma"] = 24
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    out, err = capfd.readouterr()
+    assert "24 wgmma" in out
+    assert "nvdisasm" not in err
+    monkeypatch.setattr(compiler, "find_nvdisasm", lambda: None)
+    assert "pip install nvidia-cuda-nvdisasm" in cache_check(monkeypatch, tmp_path).found
 
 
 def test_missing_device_code_is_named_with_the_remedy(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_fast import engine_choice
-from moe_fast.engine_choice import engine_for
+from moe_fast import compiler, engine_choice
+from moe_fast.engine_choice import deadline_s, engine_for
 from moe_fast.weights import check_weights, layer_weights
-from moe_ref import MoEConfig, MoELayer
+from moe_ref import MoEConfig, MoELayer, results
 from moe_ref.errors import UsageError
 from moe_ref.placement import Placement
 
@@ -48,6 +48,18 @@ def test_whatever_decides_the_engine_is_looked_at_again(made, monkeypatch):
     engines.append(engine_for(layer))
     assert len({id(engine) for engine in engines}) == len(engines) == len(made)
     assert made[3:] == [("spare_warps", "put_signal"), ("tickets", "auto"), ("tickets", "auto")]
+
+
+def test_an_empty_variable_is_as_good_as_none(made, monkeypatch):
+    layer = MoELayer(MoEConfig(32, 16, 4, 2), world=2)
+    for name in ("SCHEDULER", "TRANSPORT", "DEADLINE_S", "CACHE", "NO_CACHE", "COMMIT"):
+        monkeypatch.delenv(f"MOE_REF_{name}", raising=False)
+    unset = (compiler.cache_folder(), deadline_s(), results._commit())
+    for name in ("SCHEDULER", "TRANSPORT", "DEADLINE_S", "CACHE", "NO_CACHE", "COMMIT"):
+        monkeypatch.setenv(f"MOE_REF_{name}", "")
+    engine_for(layer)
+    assert made == [("spare_warps", "auto")]
+    assert (compiler.cache_folder(), deadline_s(), results._commit()) == unset
 
 
 ODD = {

@@ -299,8 +299,8 @@ def test_throughput_rates_and_overlap_efficiency():
     assert row["overlap_efficiency"] == {"fused": 0.944, "eager": 0.944, "graph": 0.944}
     gated = next(r for r in rows if r["layer"] == "qwen3" and r["tokens"] == 8192 and r["gpus"] == 8)
     assert gated["tflops_per_gpu"] == pytest.approx(2 * 8192 * 8 * 2048 * 3 * 768 / 0.54e-3 / 1e12, abs=0.1)
-    alone = figures.speed([a_run(8)])
-    assert all(value is None for r in alone for value in r["overlap_efficiency"].values())
+    for alone in (figures.speed([a_run(8)]), figures.speed([a_run(2)])):
+        assert all(value is None for r in alone for value in r["overlap_efficiency"].values())
     single = next(r for r in rows if r["dtype"] == "float32")
     assert single["graph_over_fused"] is None
 
@@ -321,7 +321,10 @@ def test_what_was_aimed_at_stands_beside_what_was_reached():
     slow = next(r for r in broken[1]["latency"] if r["cell"] == "latency paper-e128 bfloat16 S=16384")
     slow["ms"]["fused"]["median"] *= 1.5
     assert [row["met"] for row in aims.aims(broken)] == [False, False, False, True, True, False]
-    assert all(row["reached"] is None and row["met"] is None for row in aims.aims([a_run(4)]))
+    alone = aims.aims([a_run(4)])
+    assert all(row["reached"] is None and row["met"] is None for row in alone)
+    assert [row["on 4 GPUs"] for row in alone][:3] == [1.25, 4.0, None]
+    assert [row["on 2 GPUs"] for row in rows][1] == 4.0
 
 
 def test_the_papers_figures_stand_beside_the_largest_run():
@@ -338,15 +341,45 @@ def test_the_report_has_every_figure():
     for title, _ in figures.FIGURES.values():
         assert title in text
     assert "not measured:" not in text
+    assert "Beside the papers, here on 8 GPUs" in text
     part = a_run(8, figures=("balance",))
     part["cells"] = 57
     assert "not measured: 8 GPUs: 52 of 57 cells" in report.render([part])
 
 
-def test_inner_objects_become_columns():
-    row = {"layer": "a", "ms": {"fused": {"median": 1.5, "min": 1}, "floor": 2.0}, "bytes": {"heap": 3}}
-    assert report.flat(row) == {"layer": "a", "fused": 1.5, "fused.min": 1, "floor": 2.0, "bytes.heap": 3}
+def test_inner_objects_become_dotted_keys():
+    """A time of "tokens" is not the number of tokens."""
+    row = {"layer": "a", "tokens": 8, "ms": {"tokens": {"median": 1.5, "min": 1}, "floor": 2.0}, "bytes": {"heap": 3}}
+    assert report.flat(row) == {"layer": "a", "tokens": 8, "ms.tokens": 1.5, "ms.floor": 2.0, "bytes.heap": 3}
     assert report.flat({"ms": 4.0}) == {"ms": 4.0}
+
+
+@pytest.mark.parametrize("gpus", [(2,), (2, 4, 8)])
+def test_every_value_has_its_column_and_no_table_is_too_wide_for_a_page(gpus):
+    """Every value of a figure stands in one of its tables, under a heading of its own; the layer tells its experts."""
+    results = [a_run(count) for count in gpus]
+    for figure, (_, rows) in figures.FIGURES.items():
+        keys = {key for row in rows(results) for key, value in report.flat(row).items() if value is not None}
+        shown = {*report.ABOUT, *(column.key for _, columns in report.TABLES[figure] for column in columns)}
+        assert keys - shown <= {"experts"}
+        for one in report.tables(figure, results):
+            assert one.rows
+            assert len(one.rows[0]) <= 11, (figure, list(one.rows[0]))
+            assert all(row.keys() == one.rows[0].keys() for row in one.rows)
+            assert ("GPUs" in one.rows[0]) == (len(gpus) > 1)
+            assert ("2 GPUs" in one.caption) == (len(gpus) == 1)
+            for heading in one.rows[0]:
+                assert any(row[heading] is not None for row in one.rows), f"{figure}: nothing under {heading!r}"
+
+
+def test_rows_of_a_table_are_in_order_and_tokens_stay_tokens():
+    (one,) = report.tables("wire", [a_run(2)])
+    assert [(row["layer"], row["tokens of a GPU"]) for row in one.rows][:4] == [
+        ("mixtral", 1024), ("mixtral", 4096), ("mixtral", 8192), ("qwen3", 1024)]  # fmt: skip
+    assert one.rows[3]["ms, tokens"] == pytest.approx(0.7 * 1024 / 16384 * 1.02, abs=1e-4)
+    first = report.tables("speed", [a_run(2)])[0].rows
+    assert [row["layer"] for row in first if row["tokens of a GPU"] == 16384 and row["dtype"] == "bfloat16"] == [
+        "paper-e8", "paper-e16", "paper-e32", "paper-e64", "paper-e128", "qwen3"]  # fmt: skip
 
 
 def test_too_few_cells_calibrate_nothing():
@@ -359,6 +392,7 @@ def test_the_figure_is_drawn(tmp_path):
     drawing.plot(results, tmp_path / "s.svg")
     assert "<svg" in (tmp_path / "s.svg").read_text()
     drawing.plot([a_run(4, figures=("latency",))], tmp_path / "s.png")
+    drawing.plot([a_run(4, figures=("balance",))], tmp_path / "b.png")
     with pytest.raises(UsageError, match="nothing to plot"):
         drawing.plot([a_run(8, figures=("costs",))], tmp_path / "t.svg")
 

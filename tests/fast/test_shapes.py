@@ -126,7 +126,9 @@ def test_placement_tables():
         ({"top_k": 9}, "top_k=9"),
         ({"shared_intermediate": 100}, "shared_intermediate=100"),
         ({"num_groups": 64, "top_groups": 8}, "num_groups=64"),
-        ({"hidden": 2**19 + 64}, "hidden=524352 .at most 524288"),
+        ({"hidden": 2**19}, "hidden=524288 .at most 65536 with bfloat16: copying a row is unrolled"),
+        ({"hidden": 2**16 + 64}, "hidden=65600 .at most 65536"),
+        ({"hidden": 2**15 + 32, "dtype": "float32"}, "hidden=32800 .at most 32768 with float32"),
         ({"intermediate": 2**18 + 64}, "intermediate=262208 .at most 262144"),
         ({"intermediate": 2**19 + 64, "gated": False, "activation": "relu"}, "intermediate=524352 .at most 524288"),
         ({"shared_intermediate": 2**18 + 64}, "shared_intermediate=262208 .at most 262144"),
@@ -135,6 +137,27 @@ def test_placement_tables():
 def test_what_the_kernel_lacks_is_refused_by_name(change, word):
     with pytest.raises(UsageError, match=word):
         KernelShape.from_config(QWEN3.replace(**change), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0, expected an integer of at least 1"),
+        ({"ranks": -3}, "ranks is -3, expected"),
+        ({"ranks": True}, "ranks is True, expected"),
+        ({"ranks": 2.0}, "ranks is 2.0, expected"),
+        ({"ranks": None}, "ranks is None, expected"),
+        ({"placement": [[0], [1]]}, "placement is a list, expected a Placement or None"),
+        ({"config": {"hidden": 64}}, "config is a dict, expected a MoEConfig"),
+        ({"trace": "yes"}, "trace is 'yes', expected True or False"),
+        ({"fp32_router": 1}, "fp32_router is 1, expected True or False"),
+        ({"paired": 1}, "paired is 1, expected True, False or None"),
+    ],
+)
+def test_arguments_that_make_no_kernel_are_named(arguments, message):
+    """Equal kernels have equal shapes, so a 1 for True would be a kernel of its own in the cache."""
+    with pytest.raises(UsageError, match=message):
+        KernelShape.from_config(**{"config": QWEN3, "ranks": 2, **arguments})
 
 
 def test_transport_and_layout_are_part_of_the_shape():

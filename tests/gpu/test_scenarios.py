@@ -44,7 +44,7 @@ HALF = ("matrix", "special", "uneven", "many", "repeat", "graph", "traced", "tf3
 """About half of one GPU's time."""
 SEVERAL_GPUS = (*EVERYWHERE, "placed", "replicas", "timeout", "layouts", "transports", "wire")
 SCRIPT = Path(__file__).parent / "scenarios.py"
-RANKS = int(os.environ.get("MOE_REF_TEST_RANKS", "2"))
+RANKS = int(os.environ.get("MOE_REF_TEST_RANKS") or "2")
 """Of the scenarios on several GPUs."""
 LIMIT_S = 600 if RANKS <= 2 else 1200
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--sequences", "4", "--context", "16"]

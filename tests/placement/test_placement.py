@@ -30,6 +30,13 @@ def test_bad_placements_are_refused(replicas, message: str) -> None:
         Placement.from_replicas(replicas, 4)
 
 
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_placement_needs_a_rank(ranks: int) -> None:
+    for make in (lambda: Placement.contiguous(4, ranks), lambda: Placement.from_replicas([[0]] * 4, ranks)):
+        with pytest.raises(ValueError, match=f"num_ranks is {ranks}, expected at least 1"):
+            make()
+
+
 def test_slots_must_be_equal() -> None:
     uneven = Placement.from_replicas([[0, 1], [0, 1], [0, 2]], 3)
     with pytest.raises(ValueError, match=r"rank 0 holds 3 replicas, expected 2: 6 replicas on 3 ranks"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_jobs import (
     CONFIG,
     Case,
@@ -23,6 +24,7 @@ from train_jobs import (
 
 from moe_ref import Placement, SimulatedWorld
 from moe_ref.errors import UsageError
+from moe_ref.train.buckets import Bucket, Piece
 from moe_ref.train.optimizer import ReplicaOptimizer
 from moe_ref.train.recompute import recompute
 from moe_ref.train.replacement import replace as move
@@ -237,6 +239,72 @@ def test_a_torch_optimizer_will_do_where_nothing_moves(one_thread) -> None:
         results.append(model.state_dict())
     for name, value in results[0].items():
         assert distance(results[1][name].numpy(), value.numpy()) <= 1e-5, name
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what the host has to dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_hosts_work_of_a_step_does_not_grow_with_experts(one_thread) -> None:
+    """A copy for each expert kept the host busy for longer than the device."""
+    counts = []
+    for experts in (4, 32):
+        case = Case(tuple((e % 4, (e + 1) % 4) for e in range(experts)))
+        case = replace(case, config=replace(CONFIG, moe=CONFIG.moe.replace(experts=experts)))
+        training = Replicated(make_model(case), case.placement, SimulatedWorld(4))
+        optimizer = ReplicaOptimizer(training, torch.optim.AdamW, lr=1e-3)
+        loss_sum(training, global_batch(case, 0), case).backward()
+        with _Operations() as seen:
+            training.synchronize()
+            training.clip(1e-6)
+            optimizer.step()
+        counts.append(len(seen.names))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("slots", "runs"),
+    [
+        ((), []),
+        ((3,), [[3]]),
+        ((0, 1, 2, 3), [[0, 1, 2, 3]]),
+        ((1, 3, 5), [[1, 3, 5]]),
+        ((0, 1, 3, 5, 6), [[0, 1], [3, 5], [6]]),
+        ((0, 4, 5, 6), [[0, 4], [5, 6]]),
+    ],
+)
+def test_runs_are_all_pieces_in_their_order(slots, runs) -> None:
+    """Rows of one parameter that are evenly spaced go together, never those of two parameters."""
+    first, second = (torch.nn.Parameter(torch.arange(14.0).view(7, 2) + 100 * i) for i in range(2))
+    dense = torch.nn.Parameter(torch.full((3,), -1.0))
+    bucket = Bucket((0, 1), 0, torch.float64, True)
+    bucket.pieces += [Piece(f"a/{s}", first, s) for s in slots] + [Piece("d", dense, None)]
+    bucket.pieces += [Piece(f"b/{s}", second, s) for s in slots]
+    found = [list(range(7))[run.slots] for run in bucket.runs if run.parameter is first and run.slots]
+    assert found == runs
+    assert len(bucket.runs) == 2 * len(runs) + 1
+    expected = [*(piece.data.flatten() for piece in bucket.pieces)]
+    assert torch.equal(bucket.values(), torch.cat(expected).double())
+    before = [parameter.detach().clone() for parameter in (first, second)]
+    bucket.write_values(bucket.values() + 1)
+    for parameter, old in zip((first, second), before, strict=True):
+        changed = torch.zeros(7, 1)
+        changed[list(slots)] = 1
+        assert torch.equal(parameter, old + changed)
+    first.grad = torch.ones_like(first)
+    gradient = bucket.gradients()
+    assert gradient.sum() == 2 * len(slots)
+    dense.grad, second.grad = torch.zeros_like(dense), torch.zeros_like(second)
+    bucket.write_gradients(torch.arange(float(bucket.size), dtype=torch.float64))
+    assert torch.equal(bucket.gradients(), torch.arange(float(bucket.size), dtype=torch.float64))
 
 
 def test_wrong_order_is_named(one_thread) -> None:

@@ -1,7 +1,8 @@
 """What follows from scaling runs: throughput, overlap efficiency, rates, the simulator's error.
 
 Takes the result files of several numbers of ranks together, for overlap efficiency compares them: O_e = T(2) / T(P),
-the time of a call on two ranks over that on P ranks, tokens of a rank and the layer's experts the same.
+the time of a call on two ranks over that on P ranks, tokens of a rank and the layer's experts the same. Two ranks alone
+have none: it would be 1 by definition.
 
 Letters: S tokens of a rank, E experts, K choices, P ranks.
 """
@@ -58,7 +59,7 @@ def speed(results: list[Result]) -> Rows:
             out["tflops_per_gpu"] = _teraflops(row["layer"], row["tokens"], ms["fused"])
             before = two.get(row["cell"], {})
             out["overlap_efficiency"] = {
-                name: round(before[name]["median"] / value, 3) if name in before else None
+                name: round(before[name]["median"] / value, 3) if name in before and one["gpus"] > 2 else None
                 for name, value in ms.items()
                 if name != "floor"
             }
