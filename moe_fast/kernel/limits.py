@@ -96,7 +96,8 @@ def unsupported_placement(config: MoEConfig, placement: Placement, ranks: int) -
             f"{config.experts} on {ranks}"
         )
     need = solver_words(config.experts, placement.max_replicas, ranks, placement.slots)
-    need += 2 * placement.slots * (ranks if config.layout == "fixed" else 1)
+    # behind them rows, first tile and tile pairs of every slot
+    need += 3 * placement.slots * (ranks if config.layout == "fixed" else 1)
     if need > PLANNER_WORDS:
         out.append(
             f"a placement with up to {placement.max_replicas} replicas in {placement.slots} slots of {ranks} ranks "
