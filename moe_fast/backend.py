@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from moe_fast import quick
 from moe_fast.autograd import FusedFunction, TogetherFunction
 from moe_fast.engine_choice import engine_for
 from moe_fast.launching import in_kernel, launch, launch_together, plan_first, quota_on
@@ -64,6 +65,10 @@ class FusedBackend:
             return str(error)
         return None
 
+    def quick(self, layer: MoELayer, x: Any) -> Tensor | None:
+        """See `moe_ref.backends.Backend` and `moe_fast.quick`."""
+        return quick.call(layer, x)
+
     def forward(
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False
     ) -> Record:
@@ -90,6 +95,8 @@ class FusedBackend:
         else:
             quota = None if plan is None else quota_on(plan, x.device)
             y = launch(engine, layer, weights, x, ids, weight, quota)
+            if routing is None:
+                quick.remember(layer, engine, weights)
         return _record(engines, layer, [y], [x.shape[0]], plan, keep)
 
 

@@ -36,7 +36,7 @@ class Engine:
     Attributes:
         memory: heap and workspace by region; readback: what calls left there.
         errors: what the kernel reported. trace: events of a traced variant, see `moe_fast.timeline`.
-        calls: launches so far.
+        calls: launches so far. last_values: what `enqueue` got last.
 
     Args:
         shape: the variant.
@@ -91,6 +91,7 @@ class Engine:
         self._last_tables: tuple[Placement, Tensor] | None = None
         self._spare, self._device = self.memory.workspace.data_ptr(), device
         self._placed, self._drops = shape.placed, shape.drops
+        self.last_values: tuple[int, ...] = ()
         self.function = compiler.load(shape)
         if shape.put and heap.ranks > 1:
             heap.link(self.function, compiler.nvshmem_of(shape))
@@ -188,8 +189,7 @@ class Engine:
             self.shape.capacity(tokens) if self._drops else 0,
         )
         if together is None:
-            self._call(current_stream(self._device), values)
-            self.calls += 1
+            self.enqueue(current_stream(self._device), values)
         else:
             tensors = (
                 x_SH, router_EH, first_XUH, second_XHD, selection_bias_E, router_bias_E, first_bias_XU, second_bias_XH,
@@ -200,8 +200,13 @@ class Engine:
 
     def _start(self, _tensors: tuple[Tensor | None, ...], values: tuple[int, ...], stream: int) -> None:
         """Enqueue the kernel, whose tensors nobody may free and allocate anew before."""
+        self.enqueue(stream, values)
+
+    def enqueue(self, stream: int, values: tuple[int, ...]) -> None:
+        """Enqueue the kernel on a stream, with the values that `launch` makes of its arguments: x, y and S first."""
         self._call(stream, values)
         self.calls += 1
+        self.last_values = values
 
     def tables(self, placement: Placement) -> Tensor:
         """The kernel's tables of a placement on the device, int32: rank [E, D], then what each slot holds, [P, X]."""

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from moe_fast import quick
 from moe_fast.blocks import LEAST_BLOCKS, blocks_per_rank
 from moe_fast.engine import Engine
 from moe_fast.heap import all_mapped, local_heaps, symmetric_heap
@@ -166,6 +167,7 @@ def close_engines() -> None:
         engines.close()
     _engines.clear()
     _last.clear()
+    quick.forget()
 
 
 def check_errors() -> None:

@@ -28,7 +28,12 @@ EXTRAS = {
 
 @runtime_checkable
 class Backend(Protocol):
-    """What the layer and the differential harness ask of a backend."""
+    """What the layer and the differential harness ask of a backend.
+
+    What one may have beside these: `quick(layer, x)`, y of a plain forward without statistics, or None where `forward`
+    is to be called behind all checks; `refuse(layer)`, which tells other ranks that this one's input was refused;
+    `resume`, see `ReferenceBackend`; `default_dtype` and `tolerances`.
+    """
 
     name: str
 
