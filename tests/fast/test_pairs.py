@@ -84,7 +84,6 @@ def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, mem
     [
         ({}, "os_block", "stores", "paired with scheduler=os_block"),
         ({}, "tickets", "put_signal", "paired with transport=put_signal"),
-        ({"wire_format": "tokens"}, "tickets", "stores", "paired with wire_format=tokens"),
         ({"layout": "fixed"}, "tickets", "stores", "paired with layout=fixed"),
         ({"shared_intermediate": 768}, "tickets", "stores", "paired with a shared expert"),
         ({"expert_bias": True}, "tickets", "stores", "paired with expert_bias"),
