@@ -361,8 +361,7 @@ class KernelShape:
     @property
     def early(self) -> bool:
         """Whether row tiles that consist of the rank's own first rows are marked `EARLY`. Not where replicas move rows,
-        whose places the plan's slots don't tell; not in the wire format "tokens", whose spare warps read how many rows
-        a tile has and would take the bit for rows."""
+        whose places the plan's slots don't tell; nor in the wire format "tokens", where it was not tried."""
         return not (self.placed or self.by_token)
 
     @property

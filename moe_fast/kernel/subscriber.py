@@ -69,15 +69,7 @@ def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles
             for j in range(count):
                 if ((done >> j) & 1) == 0:
                     block = base + j * LANES
-                    ok = Boolean(True)
-                    if cutlass.const_expr(k.by_token):
-                        for t in range(block * size, min(block * size + size, row_tiles)):
-                            tile = buffer_tile(k, a, t)
-                            seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
-                            ok = ok and reached(seen, read(targets, tile))
-                    else:
-                        ok = all_there(k, a, counters, targets, block * size, row_tiles)
-                    if ok:
+                    if all_there(k, a, counters, targets, block * size, row_tiles):
                         make_ready(k, a, side, 0, block)
                         done = done | (1 << j)
                         left -= 1

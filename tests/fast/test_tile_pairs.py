@@ -299,8 +299,9 @@ def test_a_block_of_tiles_is_ready_with_its_own_and_its_carried_rows(rows, early
             assert there(k, a, a.arrived, a.arrived_target, begin, dealt) == (missing not in needed)
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_subscribers_make_a_block_ready_when_its_rows_have_come(seed):
+def test_subscribers_make_a_block_ready_when_its_rows_have_come(by_token, seed):
     """Tiles get their rows one after the other, in any order, the blocks of other lanes never."""
     choose = random.Random(seed)
     rows = [choose.choice(EDGES) for _ in range(choose.randrange(2, 9))]
@@ -340,7 +341,9 @@ def test_subscribers_make_a_block_ready_when_its_rows_have_come(seed):
         "cute": types.SimpleNamespace(arch=types.SimpleNamespace(globaltimer=lambda: 0)),
     }  # fmt: skip
     names["all_there"] = kernel_function("subscriber", "all_there", **names)
-    k = types.SimpleNamespace(early=True, paired=True, carries=True, block_tiles=2, signal_words=1, by_token=False)
+    k = types.SimpleNamespace(
+        early=not by_token, paired=True, carries=True, block_tiles=2, signal_words=1, by_token=by_token
+    )
     for lane in range(2):
         kernel_function("subscriber", "subscribe", **names)(k, a, 0, dealt, lane)
     assert sorted(ready) == list(range(dealt // 2))
