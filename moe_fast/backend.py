@@ -95,8 +95,9 @@ class FusedBackend:
         else:
             quota = None if plan is None else quota_on(plan, x.device)
             y = launch(engine, layer, weights, x, ids, weight, quota)
-            if routing is None:
-                quick.remember(layer, engine, weights)
+            # the short way is for calls without gradients; those with them would remember in vain, each time
+            if routing is None and not torch.is_grad_enabled():
+                quick.remember(layer, engine, weights, x, y)
         return _record(engines, layer, [y], [x.shape[0]], plan, keep)
 
 

@@ -33,25 +33,9 @@ class ChainWeights(NamedTuple):
 
 
 def layer_weights(layer: MoELayer) -> ChainWeights:
-    """A layer's parameters as the chain takes them.
-
-    Straight from where nn.Module keeps them: its attributes are found only after Python has searched the class in vain.
-    """
-    up, up_bias = layer.up_names
-    own: dict[str, Any] = layer._parameters
-    router: Any = layer._modules["router"]
-    shared: Any = layer._modules.get("shared_expert")
+    """A layer's parameters as the chain takes them."""
     try:
-        return ChainWeights(
-            router._parameters["weight"],
-            own[up],
-            own["down_proj"],
-            router._buffers["selection_bias"],
-            router._parameters["bias"],
-            own[up_bias],
-            own["down_proj_bias"],
-            *(() if shared is None else [shared._parameters[name] for name in ("up_proj", "down_proj", "gate")]),
-        )
+        return stored_weights(layer)
     except KeyError:
         # something else stands in a parameter's place: a parametrization, a plain tensor
         router, shared = layer.router, layer.shared_expert
@@ -65,6 +49,29 @@ def layer_weights(layer: MoELayer) -> ChainWeights:
             layer.down_proj_bias,
             *(() if shared is None else (shared.up_proj, shared.down_proj, shared.gate)),
         )
+
+
+def stored_weights(layer: MoELayer) -> ChainWeights:
+    """`layer_weights` straight from where nn.Module keeps them: its attributes are found only after Python has searched
+    the class in vain.
+
+    Raises:
+        KeyError: something else stands in a parameter's place.
+    """
+    up, up_bias = layer.up_names
+    own: dict[str, Any] = layer._parameters
+    router: Any = layer._modules["router"]
+    shared: Any = layer._modules.get("shared_expert")
+    return ChainWeights(
+        router._parameters["weight"],
+        own[up],
+        own["down_proj"],
+        router._buffers["selection_bias"],
+        router._parameters["bias"],
+        own[up_bias],
+        own["down_proj_bias"],
+        *(() if shared is None else [shared._parameters[name] for name in ("up_proj", "down_proj", "gate")]),
+    )
 
 
 def check_weights(weights: ChainWeights, dtype: torch.dtype, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from moe_fast import backend, call, compiler, engine, engine_choice
+from moe_fast import backend, call, compiler, engine, engine_choice, quick
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
 from moe_fast.kernel.regions import heap_regions
@@ -148,3 +148,4 @@ def fused_on_cpu(called: Any = None, stream: dict[None, int] | None = None) -> I
     ):
         yield
     engine_choice._last.clear()
+    quick.forget()

@@ -6,11 +6,17 @@ import copy
 import ctypes
 import gc
 import struct
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from moe_fast import compiler
 from moe_ref import MoEConfig, MoELayer, Routing
@@ -27,7 +33,8 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, Int64
 from fused_host import FirstOf, Launches, argument_names, fused_on_cpu
 
-from moe_fast import backend, engine_choice, router
+from moe_fast import backend, engine_choice, quick, router
+from moe_fast.backend import FusedBackend
 from moe_fast.call import CHANGING, Call
 from moe_fast.engine import Engine
 from moe_fast.engine_choice import engine_for
@@ -51,6 +58,26 @@ def stream() -> dict[None, int]:
 def launches(stream):
     seen = Launches()
     with fused_on_cpu(seen.function, stream):
+        yield seen
+
+
+@pytest.fixture(params=["gradients", "inference"])
+def either_mode(request):
+    """Calls of a layer with gradients take the long way, others the short way as soon as they can."""
+    with torch.set_grad_enabled(request.param == "gradients"):
+        yield
+
+
+@pytest.fixture
+def long_calls():
+    """One entry for each call that takes the long way."""
+    seen, forward = [], FusedBackend.forward
+
+    def spy(*args: Any, **more: Any) -> Any:
+        seen.append(args)
+        return forward(*args, **more)
+
+    with mock.patch.object(FusedBackend, "forward", spy):
         yield seen
 
 
@@ -126,6 +153,7 @@ def test_a_call_passes_what_the_layer_has(launches, config, grad) -> None:
         check(launches, layer, tokens())
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_x_of_any_shape(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     x = tokens().view(2, 4, -1)
@@ -140,6 +168,7 @@ def test_x_of_any_shape(launches) -> None:
     assert launches[-1]["x"] not in (0, turned.data_ptr())
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_parameters_that_are_replaced(launches) -> None:
     """As objects, through .data, by a state dict copied in or assigned, by functional_call and a parametrization."""
     layer = MoELayer(EVERYTHING, backend="fused")
@@ -181,6 +210,7 @@ def test_parameters_that_are_replaced(launches) -> None:
     check(launches, layer, x)
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_modules_that_are_replaced(launches) -> None:
     layer = MoELayer(EVERYTHING, backend="fused")
     check(launches, layer, tokens())
@@ -193,6 +223,7 @@ def test_modules_that_are_replaced(launches) -> None:
     assert engine_for(again) is engine_for(layer)
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_layers_that_share_an_engine_in_turn(launches) -> None:
     layers = [MoELayer(CONFIG, backend="fused", seed=seed) for seed in range(3)]
     for layer in (*layers, *layers, layers[0], layers[0]):
@@ -200,6 +231,7 @@ def test_layers_that_share_an_engine_in_turn(launches) -> None:
     assert len({id(engine_for(layer)) for layer in layers}) == 1
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_a_selection_bias_set_later(launches) -> None:
     layer = MoELayer(EVERYTHING, backend="fused")
     check(launches, layer, tokens())
@@ -209,6 +241,7 @@ def test_a_selection_bias_set_later(launches) -> None:
     check(launches, layer, tokens())
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_a_layer_that_is_cast_or_moved_is_refused(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
@@ -226,6 +259,7 @@ def test_a_layer_that_is_cast_or_moved_is_refused(launches) -> None:
     assert len(launches) == 2
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_what_decides_the_engine(launches, monkeypatch) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     seen = []
@@ -302,6 +336,7 @@ def test_parts_of_a_router_go_with_it(launches) -> None:
     assert key not in router._parts
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_the_backend_is_switched(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
@@ -312,6 +347,7 @@ def test_the_backend_is_switched(launches) -> None:
     check(launches, layer, tokens())
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_closed_engines_are_not_used_again(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
@@ -320,6 +356,7 @@ def test_closed_engines_are_not_used_again(launches) -> None:
     check(launches, layer, tokens())
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_placements_planners_and_worlds(launches) -> None:
     config = CONFIG.replace(max_tokens=16)
     layer = MoELayer(config, backend="fused", world=FirstOf(2), placement=Placement.from_replicas(HALVES, 2))
@@ -360,6 +397,7 @@ def test_placements_planners_and_worlds(launches) -> None:
     assert engine_for(layer) is not two
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_every_launch_asks_for_its_stream(launches, stream) -> None:
     """A graph is captured on a stream of its own."""
     layer = MoELayer(CONFIG, backend="fused")
@@ -415,6 +453,218 @@ def test_gradients_are_those_of_the_reference(launches) -> None:
             assert float((got - want).norm()) <= 2e-2 * float(want.norm()), name
 
 
+def outcome(launches: Launches, layer: MoELayer, x: Any, **given: Any) -> Any:
+    """What one call passes to the kernel and what it returns, or how it fails."""
+    before = len(launches)
+    try:
+        y = layer(x, **given)
+    except Exception as error:  # of whatever kind: the other way must fail alike
+        return type(error), str(error)
+    assert len(launches) == before + 1
+    got = dict(launches[-1])
+    y = y[0] if isinstance(y, (tuple, list)) else y
+    if y.numel():
+        assert got.pop("y") == y.data_ptr()
+    # copies, and what a hook computes, lie elsewhere in each call
+    copies = {"x": x, "bias": layer.router.selection_bias, "second": layer._parameters.get("down_proj")}
+    for place, value in copies.items():
+        if not (isinstance(value, torch.Tensor) and value.is_contiguous() and got[place] == value.data_ptr()):
+            del got[place]
+    return got, y.shape, y.dtype, y.stride(), y.device, y.requires_grad, y.is_inference(), type(y)
+
+
+def both_ways(launches: Launches, layer: MoELayer, x: Any, **given: Any) -> Any:
+    """The outcome of a call, after one that must come out alike on the long way."""
+    got = outcome(launches, layer, x, **given)
+    with mock.patch.object(FusedBackend, "quick", return_value=None):
+        assert got == outcome(launches, layer, x, **given)
+    return got
+
+
+SHORT = {
+    "plain": CONFIG,
+    "every feature": EVERYTHING,
+    "every feature in fp16": EVERYTHING.replace(dtype="float16"),
+    "interleaved": CONFIG.replace(interleaved=True, expert_bias=True),
+    "not gated": CONFIG.replace(gated=False, router_bias=True),
+    "shared expert": CONFIG.replace(shared_intermediate=64),
+    "selection bias": CONFIG.replace(selection_bias=True),
+}
+LONG = {
+    "float32": CONFIG.replace(dtype="float32"),
+    "every feature in float32": EVERYTHING.replace(dtype="float32"),
+    "capacity": CONFIG.replace(capacity_factor=1.0),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", [*SHORT, *LONG])
+def test_the_short_way_passes_what_the_long_way_would(launches, long_calls, name, mode) -> None:
+    config = {**SHORT, **LONG}[name]
+    layer = MoELayer(config, backend="fused")
+    with mode():
+        x = torch.zeros(64, config.hidden, dtype=config.torch_dtype)
+        layer(x)
+        for one in (
+            x,
+            x[:1],
+            x[5:8],
+            x[None],
+            x[:6].view(2, 3, -1),
+            x[0],
+            # contiguous, but with other strides than a view of the result has
+            x[:3, None].transpose(0, 1),
+            torch.as_strided(x, (1, config.hidden), (7, 1)),
+            torch.as_strided(x, (64, 1, 1, config.hidden), (config.hidden, 1, config.hidden, 1)),
+            x.clone().requires_grad_(),
+        ):
+            before = len(long_calls)
+            both_ways(launches, layer, one)
+            assert len(long_calls) == before + (1 if name in SHORT else 2)
+        layer.backend = "ref"
+        layer.backend = "fused"
+        before = len(long_calls)
+        layer(x)
+        assert len(long_calls) == before + (name in LONG)
+
+
+def no_buffer(layer: MoELayer) -> None:
+    """The selection bias as a plain attribute, in a layer that had none in the call before."""
+    layer.router.selection_bias = None
+    layer(tokens())
+    del layer.router.selection_bias
+    layer.router.selection_bias = torch.ones(4)
+
+
+CHANGES: dict[str, Callable[[MoELayer], Any]] = {
+    "parameter replaced": lambda layer: setattr(layer, "down_proj", nn.Parameter(moved(layer.down_proj))),
+    "data replaced": lambda layer: setattr(layer.down_proj, "data", moved(layer.down_proj)),
+    "another dtype there": lambda layer: setattr(layer.down_proj, "data", layer.down_proj.data.view(torch.float16)),
+    "fewer experts there": lambda layer: setattr(layer.gate_up_proj, "data", layer.gate_up_proj.data[:2]),
+    "transposed": lambda layer: setattr(layer.down_proj, "data", layer.down_proj.data.transpose(1, 2)),
+    "sparse": lambda layer: setattr(layer, "down_proj", nn.Parameter(layer.down_proj.detach().to_sparse())),
+    "parametrization": lambda layer: parametrize.register_parametrization(layer, "down_proj", nn.Identity()),
+    "pruned": lambda layer: prune.identity(layer, "down_proj"),
+    "bias taken away": lambda layer: setattr(layer, "down_proj_bias", None),
+    "selection bias replaced": lambda layer: setattr(layer.router, "selection_bias", torch.ones(4)),
+    "selection bias of 16 bits": lambda layer: setattr(layer.router, "selection_bias", torch.ones(4).bfloat16()),
+    "selection bias no buffer": no_buffer,
+    "router replaced": lambda layer: setattr(layer, "router", copy.deepcopy(layer.router)),
+    "router of fp32": lambda layer: layer.router.float(),
+    "no shared expert": lambda layer: setattr(layer, "shared_expert", None),
+    "another shared expert": lambda layer: setattr(layer, "shared_expert", copy.deepcopy(layer.shared_expert)),
+    "state set": lambda layer: layer.__setstate__({"_parameters": copy.deepcopy(layer._parameters)}),
+    "cast": lambda layer: layer.half(),
+    "moved": lambda layer: layer.to("meta"),
+    "config": lambda layer: setattr(layer, "config", layer.config.replace(max_tokens=32)),
+    "placement": lambda layer: setattr(layer, "placement", Placement.contiguous(4, 1)),
+    "world": lambda layer: setattr(layer, "world", FirstOf(1)),
+    "deadline": lambda layer: setattr(engine_of(layer), "deadline_s", 1.5),
+    "engines closed": lambda layer: engine_choice.close_engines(),
+}
+LASTING = (
+    "parametrization",
+    "pruned",
+    "selection bias of 16 bits",
+    "selection bias no buffer",
+    "router of fp32",
+)
+"""Of these no call is short."""
+INPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "not contiguous": lambda x: x.repeat(1, 2)[:, ::2],
+    "expanded": lambda x: x[:1].expand(8, -1),
+    "a parameter": nn.Parameter,
+    "in a list": lambda x: [x],
+    "no tokens": lambda x: x[:0],
+    "no tokens in a batch": lambda x: x.view(2, 4, -1)[:, :0],
+    "too many tokens": lambda x: x.repeat(9, 1),
+    "another dtype": lambda x: x.float(),
+    "another device": lambda x: x.to("meta"),
+    "another width": lambda x: x.view(16, -1),
+    "no dimensions": lambda x: x[0, 0],
+    "nothing": lambda x: None,
+}
+ROUTING = Routing(torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2))
+CALLS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
+    "gradients": (torch.enable_grad, {}),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.float16), {}),
+    "autocast to its own dtype": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), {}),
+    "routing": (nullcontext, {"routing": ROUTING}),
+    "statistics": (nullcontext, {"return_stats": True}),
+    "MOE_REF_SCHEDULER": (lambda: mock.patch.dict("os.environ", MOE_REF_SCHEDULER="tickets"), {}),
+    "MOE_REF_TRANSPORT": (lambda: mock.patch.dict("os.environ", MOE_REF_TRANSPORT="stores"), {}),
+}
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *INPUTS, *CALLS])
+def test_what_takes_the_long_way(launches, long_calls, monkeypatch, name) -> None:
+    """Whatever has changed since the last call, and input that would be refused."""
+    monkeypatch.setattr("moe_ref.layer.LayerStats.of", lambda *_: None)
+    layer, x = MoELayer(EVERYTHING, backend="fused"), tokens()
+    with torch.no_grad():
+        for _ in range(2):
+            layer(x)
+        assert len(long_calls) == 1
+        CHANGES.get(name, lambda _: None)(layer)
+        where, given = CALLS.get(name, (nullcontext, {}))
+        x = INPUTS.get(name, lambda x: x)(x)
+        before, checked = len(long_calls), mock.Mock(wraps=layer.check_input)
+        monkeypatch.setattr(layer, "check_input", checked)
+        with where():
+            got = both_ways(launches, layer, x, **given)
+            assert checked.call_count == 2
+            assert len(long_calls) - before in (0, 2)
+            if name in CHANGES and isinstance(got[0], dict):
+                # from then on it is short again
+                both_ways(launches, layer, x)
+                assert len(long_calls) - before == (4 if name in LASTING else 3)
+
+
+def test_frozen_layers_in_grad_mode(launches, long_calls) -> None:
+    """Nothing requires grad, but only the long way asks."""
+    layer = MoELayer(CONFIG, backend="fused").requires_grad_(False)
+    for _ in range(2):
+        assert not layer(tokens()).requires_grad
+    assert len(long_calls) == 2
+    assert layer not in quick._known
+
+
+def test_what_was_replaced_is_freed(launches) -> None:
+    layer = MoELayer(EVERYTHING, backend="fused")
+    with torch.no_grad():
+        for _ in range(2):
+            layer(tokens())
+    gone = [weakref.ref(one) for one in (layer.router, layer.shared_expert, layer.router.weight, layer.down_proj)]
+    layer.router, layer.shared_expert = copy.deepcopy(layer.router), None
+    layer.down_proj = nn.Parameter(moved(layer.down_proj))
+    engine_choice.close_engines()
+    gone.append(weakref.ref(layer))
+    assert layer not in quick._known
+    del layer
+    gc.collect()
+    assert not [one() for one in gone if one() is not None]
+
+
+def test_a_launch_between_a_call_and_its_remembering(launches, monkeypatch) -> None:
+    """Another thread's, of a layer with the same engine: what it passed must not be taken for the first layer's."""
+    layer, other = MoELayer(CONFIG, backend="fused"), MoELayer(CONFIG, backend="fused", seed=1)
+    launch = backend.launch
+
+    def overtaken(*args: Any) -> torch.Tensor:
+        y = launch(*args)
+        monkeypatch.setattr(backend, "launch", launch)
+        other(tokens())
+        return y
+
+    with torch.no_grad():
+        other(tokens())
+        monkeypatch.setattr(backend, "launch", overtaken)
+        layer(tokens())
+        for _ in range(3):
+            check(launches, layer, tokens())
+            check(launches, other, tokens())
+
+
 def test_gradients_of_gradients_are_refused(launches) -> None:
     """The recomputed chain is cut off from the graph: without an error they would lack a part."""
     layer = MoELayer(CONFIG, backend="fused")
@@ -462,6 +712,7 @@ def test_a_record_is_fetched_once_and_only_when_it_is_read(launches, monkeypatch
     assert filled == [8, 5]
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_what_cuda_refuses_is_an_error(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
@@ -476,6 +727,7 @@ def test_the_error_record_has_the_words_that_the_kernel_writes() -> None:
     assert len(WORDS) == RECORD_WORDS
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_what_an_earlier_call_reported_is_raised(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
@@ -490,6 +742,7 @@ def test_what_an_earlier_call_reported_is_raised(launches) -> None:
             layer(tokens())
 
 
+@pytest.mark.usefixtures("either_mode")
 def test_a_write_that_failed_is_made_up_for(launches) -> None:
     layer = MoELayer(CONFIG, backend="fused")
     check(launches, layer, tokens())
