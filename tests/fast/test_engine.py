@@ -78,7 +78,8 @@ def left_by_tokens(rank: int, want: Record, tokens_P: list[int]) -> Engine:
     heap, own = engine.memory.symmetric, engine.memory.local
     side = 1
     own("control")[0] = side + 1
-    counts = heap("counts").view(2, 3, -1)[side]
+    # behind them, twice as large, as they came
+    counts = heap("counts").view(3, -1)[0].view(2, 3, -1)[side]
     counts[:, :6] = torch.from_numpy(want.counts_PE)
     counts[:, 7] = torch.tensor(tokens_P)
     ids_SK = want.routing[rank].expert_SK

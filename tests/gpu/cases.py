@@ -343,6 +343,7 @@ def all_shapes(ranks: int, trace: bool = True) -> list:
     cases = [cases_of(n)[0] for n in range(len(SHAPES))]
     cases += [replace(c, scheduler=s) for c in (SMALL, QWEN3) for s in SCHEDULERS] + [TINY, FULL, *uneven(ranks)]
     cases += [*FAMILY_SIZES, SHARED, *LAYOUTS_ALONE, *TOKEN_TILES, *CARRIED, *PAIRS, replace(SMALL, paired=False)]
+    cases += [replace(c, paired=False) for c in CARRIED]
     cases += [LARGE] if ranks == 1 else []
     if ranks > 1:
         cases += WIRE + PLACED + PUTS + [replace(case, transport="stores") for case in PUTS]
