@@ -279,9 +279,8 @@ def test_heap_formula_of_tokens():
 def test_tokens_need_peers_that_are_mapped():
     """On one rank the formats are one kernel; put-with-signal is refused by name, where nothing crosses it isn't."""
     assert KernelShape.from_config(TOKENS, 1) == KernelShape.from_config(QWEN3, 1)
-    assert KernelShape.from_config(TOKENS, 2).name == KernelShape.from_config(QWEN3, 2, paired=False).name.replace(
-        "-tickets", "-tokens-tickets"
-    )
+    plain = KernelShape.from_config(QWEN3, 2).name
+    assert KernelShape.from_config(TOKENS, 2).name == plain.replace("-pairs-tickets", "-tokens-pairs-tickets") != plain
     with pytest.raises(UsageError, match="wire_format=tokens with transport=put_signal"):
         KernelShape.from_config(TOKENS, 2, transport="put_signal")
     assert KernelShape.from_config(TOKENS, 1, transport="put_signal").put
