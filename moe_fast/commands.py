@@ -60,9 +60,10 @@ def compile_kernels(
         if unknown := [word for word in text.split(",") if word not in known]:
             raise UsageError(f"{option} has {unknown[0]!r}, expected some of {', '.join(known)}")
     counts = _rank_counts(ranks)
+    copies = 2 if replicas is None else replicas
     wanted = [
         KernelShape.from_config(
-            one, count, name, fp32_router=fp32_router, placement=_placement(placement, count, one, replicas or 2),
+            one, count, name, fp32_router=fp32_router, placement=_placement(placement, count, one, copies),
             transport=way,
         )
         for one in _configs(config)

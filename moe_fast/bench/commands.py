@@ -17,6 +17,7 @@ from moe_fast.bench.measure import place
 from moe_fast.bench.process import finish, join
 from moe_fast.bench.scaling.command import scaling_command
 from moe_fast.bench.tables import read_results, render, with_targets
+from moe_fast.kernel.constants import SCHEDULERS
 from moe_ref.console import err
 from moe_ref.errors import UsageError
 from moe_ref.limits import check_output_path, check_plot_path, printable
@@ -30,6 +31,16 @@ app = typer.Typer(
 )
 RECORDED = Path(__file__).parents[2] / "docs" / "results"
 """The committed results, in a checkout; an installed wheel has none."""
+
+
+def known_scheduler(name: str) -> str:
+    """A scheduler's name, checked before anything looks for a GPU."""
+    if name not in SCHEDULERS:
+        raise UsageError(f"--scheduler is {name!r}, expected one of {', '.join(SCHEDULERS)}")
+    return name
+
+
+SCHEDULER = typer.Option("spare_warps", callback=known_scheduler, help="spare_warps, os_block or tickets.")
 
 
 def _layers(text: str) -> list[str]:
@@ -59,7 +70,7 @@ def run_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
     tokens: str = typer.Option("", help="Only these S, separated by commas."),
     repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     chains: bool = typer.Option(True, help="Time the unfused chain too."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
     as_json: bool = typer.Option(False, "--json", help="Print the results as one JSON object."),
@@ -77,7 +88,7 @@ def run_command(
 @app.command("trace")
 def trace_command(
     cells: str = typer.Option("paper-e8:16384,qwen3:8192", help="LAYER:S, several by commas."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     trace: Path | None = typer.Option(None, help="Write the last cell's trace here (Chrome format, for Perfetto)."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
@@ -106,7 +117,7 @@ def balance_command(
     skews: str = typer.Option("0,0.5,1,1.2", help="Zipf exponents of the routing, uniform first."),
     replicas: int = typer.Option(2, help="Replicas of every expert."),
     repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Replicas, balanced inside the kernel, against plain placement, at uniform and at skewed routing."""
@@ -133,7 +144,7 @@ def transports_command(
     layers: str = typer.Option("paper-e8,qwen3", help="Layers, separated by commas."),
     tokens: int = typer.Option(8192, help="S."),
     repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Put-with-signal against direct stores, and the fixed layout against the compact one."""
@@ -157,7 +168,7 @@ def wire_command(
     layers: str = typer.Option("qwen3", help="Layers, separated by commas."),
     tokens: str = typer.Option("16384,8192,4096,1024", help="Values of S, separated by commas."),
     repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Both wire formats: a row for each route, or one for each token and rank and a partial sum back."""
@@ -201,7 +212,7 @@ def pairs_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
     tokens: str = typer.Option("16384,8192,4096,1024", help="Values of S, separated by commas."),
     repetitions: int = typer.Option(9, min=1, help="Timed calls of each contestant."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps or tickets."),
+    scheduler: str = typer.Option("spare_warps", callback=known_scheduler, help="spare_warps or tickets."),
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Processors of one block and of two that share their weights, side by side."""
@@ -236,7 +247,7 @@ def dtypes_command(
     layers: str = typer.Option(",".join(LAYERS), help="Layers, separated by commas."),
     tokens: int = typer.Option(8192, help="Tokens of each GPU."),
     repetitions: int = typer.Option(15, min=1, help="Timed calls of each contestant."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """fp16 against bf16."""
@@ -250,7 +261,7 @@ def dtypes_command(
 @app.command("growth")
 def growth_command(
     repetitions: int = typer.Option(15, min=1, help="Timed calls of each cell."),
-    scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets."),
+    scheduler: str = SCHEDULER,
     out: Path | None = typer.Option(None, help="Write the results with provenance here."),
 ) -> None:
     """Time against S from 32 to 16384 and against E from 8 to 256, beside three bounds."""

@@ -222,3 +222,10 @@ def test_nothing_to_measure_is_refused_before_the_gpu_is_looked_for(command, opt
     assert option in str(done.exception) or option in done.output
     assert done.exit_code != 0
     assert "CUDA" not in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["run", "trace", "pairs", "transports", "wire", "balance", "dtypes", "growth"])
+def test_an_unknown_scheduler_is_named_before_the_gpu_is_looked_for(command):
+    done = CliRunner().invoke(app, [command, "--scheduler", "nope"])
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception) == "--scheduler is 'nope', expected one of spare_warps, os_block, tickets"

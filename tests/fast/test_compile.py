@@ -364,6 +364,7 @@ def test_a_killed_compiler_is_one_error(tmp_path, monkeypatch):
         (["--placement", "nowhere.json"], "--placement 'nowhere.json' is no file"),
         (["--config", "small", "--ranks", "2", "--placement", "other"], "8 experts on 4 ranks, the layer has 4 and"),
         (["--config", "small", "--ranks", "2", "--placement", "symmetric", "--replicas", "9"], "replicas"),
+        (["--config", "small", "--ranks", "2", "--placement", "symmetric", "--replicas", "0"], "replicas is 0"),
         (["--config", "/nowhere/c.json"], "no file /nowhere/c.json"),
         (["--config", "empty"], "holds an empty list"),
         (["--config", "numbers"], "holds a int"),
