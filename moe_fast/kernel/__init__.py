@@ -7,7 +7,10 @@ regions     how the symmetric heap and the workspace are cut up; tables of a pla
 signals     waits with a deadline, the abort flag, the error record
 gate        logits, scores, top-k, and the place of every route inside its token tile
 scans       what the 256 consumer threads of a block do together
-plan        counts exchange, exact offsets, the send list
+plan        from the counts of all ranks to exact offsets
+exchange    counts from every rank to every rank
+tables      what the plan says of every row tile
+send_list   from a token's choices to the rows that they go to
 solver      rows of an expert to its replicas, by one warp: the exact plan of `moe_ref.balance`
 replicas    the planner's tables where experts have replicas
 dispatch    rows to their owners

@@ -30,16 +30,10 @@ from moe_fast.kernel.gemm import (
     pass_over,
     tiled_mma,
 )
-from moe_fast.kernel.plan import (
-    list_routes,
-    load_routes,
-    make_plan,
-    publish_list,
-    routes_per_thread,
-    sync_consumers,
-    wait_plan,
-)
+from moe_fast.kernel.plan import make_plan, wait_plan
 from moe_fast.kernel.processor import fields_of, member_of, take_word, unpack
+from moe_fast.kernel.scans import sync_consumers
+from moe_fast.kernel.send_list import list_routes, load_routes, publish_list, routes_per_thread
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from moe_fast.kernel.constants import MAX_TOP_K, TILE_ROWS, Counter, PlanWord, Status
-from moe_fast.kernel.plan import CONSUMERS, sync_consumers
+from moe_fast.kernel.scans import CONSUMERS, sync_consumers
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, gmem, read, side_counters, word, write
 

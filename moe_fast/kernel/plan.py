@@ -1,4 +1,4 @@
-"""Counts exchange, exact offsets and the send list: from "who goes where" to "which row of whose buffer".
+"""The plan: from "who goes where" to "which row of whose buffer", exactly.
 
 Every rank writes its row of counts into every peer's memory, each with the number of the call beside it: 8 bytes in one
 store, so that who sees the number has the count, and nobody fences or signals. (A put of NVSHMEM is followed by a
@@ -13,46 +13,29 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32
 
 from moe_fast.kernel import replicas
-from moe_fast.kernel.constants import HOME_BITS, TILE_ROWS, Counter, PlanWord, Status
+from moe_fast.kernel.constants import TILE_ROWS, Counter, PlanWord, Status
 from moe_fast.kernel.dispatch import boost_rows
+from moe_fast.kernel.exchange import hear, tell
 from moe_fast.kernel.scans import CONSUMERS, scan, sync_consumers
-from moe_fast.kernel.shapes import KernelShape, dropped
+from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Role,
     Wait,
-    aborted,
-    add,
-    dealt_at,
-    fail,
-    home_row,
     peer,
     read,
     side_counters,
     wait_reached,
     write,
 )
-from moe_fast.kernel.tile_pairs import (
-    EARLY,
-    count_pairs,
-    dealt_tiles,
-    field_few,
-    field_rows,
-    field_split,
-    own_tiles,
-    pack_dealt,
-    pack_fields,
-    place_tile,
-)
+from moe_fast.kernel.tables import publish_plan
 from moe_fast.kernel.transport import put_counts
-from moe_ref.layout import SIDES, ceil_div, compact_row, fixed_row
-from moe_ref.runtime.encoding import counts_signal, next_target
+from moe_ref.layout import ceil_div, compact_row
+from moe_ref.runtime.encoding import counts_signal
 
-TARGETS_AHEAD = 2
-"""Arrival targets that a thread asks for before it needs them: of 512 row tiles."""
 BATCH = 32
 """Histogram rows that a thread has in flight while it sums over token tiles."""
 
@@ -81,57 +64,6 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int3
                 write(a.histogram, (first + i) * k.experts + expert, total)
             total += batch[i]
     return total
-
-
-def told_at(k, a):
-    """Where in a heap counts come in, behind where they then are: [side, rank, counts_stride] words of 8 bytes, the
-    count below, the signal of the call above."""
-    return a.counts_at + SIDES * k.ranks * k.counts_stride * 4
-
-
-@cute.jit
-def tell(
-    k: cutlass.Constexpr[KernelShape], a: Args, base: Int64, word: Int32, value: Int32, epoch: Int32,
-    told: cutlass.Constexpr,
-):  # fmt: skip
-    """One word of my row of counts into the heap at `base`: with the call's signal, or as it is."""
-    if cutlass.const_expr(told):
-        both = (Int64(value) & 0xFFFFFFFF) | (Int64(counts_signal(epoch)) << 32)
-        write(base + told_at(k, a), word, both, Int64, sem="relaxed", scope="sys")
-    else:
-        write(base + a.counts_at, word, value)
-
-
-@cute.jit
-def hear(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, column: Int32, epoch: Int32, scratch: cute.Pointer):
-    """One thread: wait for one column of all ranks' counts and leave it as it is. If that fails, scratch[8] is 0."""
-    words = a.heap + told_at(k, a)
-    signal = counts_signal(epoch)
-    seen = cute.make_rmem_tensor(k.ranks, Int64)
-    start = cute.arch.globaltimer()
-    turns = Int32(0)
-    go = Boolean(True)
-    while go:
-        missing, last = Int32(k.ranks), signal
-        for p in cutlass.range_constexpr(k.ranks):
-            at = (side * k.ranks + p) * Int32(k.counts_stride) + column
-            seen[p] = read(words, at, Int64, sem="relaxed", scope="sys")
-        for p in cutlass.range_constexpr(k.ranks):
-            if Int32(seen[p] >> 32) != signal:
-                missing, last = Int32(p), Int32(seen[p] >> 32)
-        go = missing < k.ranks
-        turns += 1
-        if go and (turns & 15) == 0:
-            if aborted(a):
-                cute.arch.store(scratch + 8, Int32(0))
-                go = Boolean(False)
-            elif Int64(cute.arch.globaltimer() - start) > a.deadline:
-                fail(a, Role.PLANNER, Wait.COUNTS, missing, last, signal)
-                cute.arch.store(scratch + 8, Int32(0))
-                go = Boolean(False)
-    for p in cutlass.range_constexpr(k.ranks):
-        at = (side * k.ranks + p) * Int32(k.counts_stride) + column
-        write(a.heap + a.counts_at, at, Int32(seen[p] & 0xFFFFFFFF))
 
 
 @cute.jit
@@ -330,158 +262,6 @@ def place_experts(
     publish_plan(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
 
 
-@cute.jit
-def publish_plan(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32,
-    slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, near: Int32, far: Int32,
-    usable: Boolean, status: Int32,
-):  # fmt: skip
-    """The tables of my row tiles, then the plan's words and the signal that all is there.
-
-    slot_rows, slot_tile: rows and first tile of each of my `held` slots, in the fixed layout of each (slot, source).
-    near: rows that stay here. far: units of rows for the peer that gets most.
-    """
-    dealt = row_tiles
-    if cutlass.const_expr(k.paired):
-        dealt = publish_pairs(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles)
-    else:
-        publish_tiles(k, a, side, thread, slot_rows, slot_tile, held, row_tiles)
-    publish_words(k, a, side, thread, dealt, row_tiles, near, far, usable, status)
-
-
-@cute.jit
-def slot_of(most: cutlass.Constexpr, slot_tile: cute.Pointer, held: Int32, tile: Int32) -> Int32:
-    """The slot, of the first `held` of at most `most`, that a row tile belongs to."""
-    slot = Int32(0)
-    for bit in cutlass.range_constexpr((most - 1).bit_length()):
-        further = slot + (1 << ((most - 1).bit_length() - 1 - bit))
-        if further < held:
-            if cute.arch.load(slot_tile + further, Int32) <= tile:
-                slot = further
-    return slot
-
-
-@cute.jit
-def early_bit(
-    k: cutlass.Constexpr[KernelShape], slot_tile: cute.Pointer, slot: Int32, begun: Int32, end: Int32
-) -> Int32:
-    """EARLY if a slot's rows `begun` to `end` are all among the first ones of this rank, else 0."""
-    early = Int32(0)
-    if cutlass.const_expr(k.early):
-        lowest = cute.arch.load(slot_tile + k.slots + slot, Int32)
-        if begun >= lowest and end <= cute.arch.load(slot_tile + 2 * k.slots + slot, Int32):
-            early = Int32(EARLY)
-    return early
-
-
-@cute.jit
-def publish_tiles(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
-    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32,
-):  # fmt: skip
-    """The tables of my row tiles where each is dealt once, as itself; see `publish_plan`."""
-    most = k.slots * k.ranks if k.fixed else k.slots
-    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
-    for tile in range(thread, row_tiles, CONSUMERS):
-        slot = slot_of(most, slot_tile, held, tile)
-        begun = (tile - cute.arch.load(slot_tile + slot, Int32)) * TILE_ROWS
-        filled = min(cute.arch.load(slot_rows + slot, Int32) - begun, Int32(TILE_ROWS))
-        early = early_bit(k, slot_tile, slot, begun, begun + filled)
-        place = tile
-        if cutlass.const_expr(k.fixed):
-            source = slot % k.ranks
-            slot = slot // k.ranks
-            place = fixed_row(source, 0, 0, slot, begun, k.slots, a.slot_capacity) // TILE_ROWS
-            write(a.tile_at, tile, place)
-        write(a.tile_slot, tile, slot)
-        write(a.tile_rows, tile, pack_fields(filled, 0, 0, 0) | early)
-        write(targets, place, next_target(read(targets, place), filled))
-
-
-@cute.jit
-def publish_pairs(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32,
-    slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32,
-) -> Int32:  # fmt: skip
-    """The tables of my row tiles in a paired kernel, by the numbers of `tile_pairs`; returns how many are dealt.
-
-    Into shared memory behind slot_tile go sums over the slots before each.
-    """
-    slot_pairs = slot_tile + (3 if k.early else 1) * k.slots
-    targets = a.arrived_target + Int64(side * (a.rows // TILE_ROWS)) * 4
-    # of the first tiles asked for here, used behind the sums
-    before_call = cute.make_rmem_tensor(TARGETS_AHEAD, Int32)
-    for i in cutlass.range_constexpr(TARGETS_AHEAD):
-        before_call[i] = 0
-        if thread + i * CONSUMERS < row_tiles:
-            before_call[i] = read(targets, thread + i * CONSUMERS)
-    counted = Int32(0)
-    if thread < held:
-        counted = count_pairs(cute.arch.load(slot_rows + thread, Int32), k.carries)
-    before = scan(counted, scratch, thread)
-    if thread < held:
-        cute.arch.store(slot_pairs + thread, before)
-    if thread == CONSUMERS - 1:
-        cute.arch.store(scratch + 9, before + counted)
-    sync_consumers()
-    total = cute.arch.load(scratch + 9, Int32)
-    for tile in range(thread, row_tiles, CONSUMERS):
-        slot = slot_of(k.slots, slot_tile, held, tile)
-        first = cute.arch.load(slot_tile + slot, Int32)
-        rows = cute.arch.load(slot_rows + slot, Int32)
-        inside = tile - first
-        begun = inside * TILE_ROWS
-        here = min(rows - begun, Int32(TILE_ROWS))
-        target = Int32(0)
-        for i in cutlass.range_constexpr(TARGETS_AHEAD):
-            if tile // CONSUMERS == i:
-                target = before_call[i]
-        if tile >= TARGETS_AHEAD * CONSUMERS:
-            target = read(targets, tile)
-        write(targets, tile, next_target(target, here))
-        dealt = Int32(0)
-        if inside < own_tiles(rows, k.carries):
-            number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries)
-            end = begun + field_rows(fields)
-            if field_few(fields) > 0:
-                end = rows
-            dealt = number
-            for member in cutlass.range_constexpr(2):
-                if member == 0 or field_split(fields) != 0:
-                    write(a.tile_slot, number + member, slot)
-                    write(a.tile_rows, number + member, fields | early_bit(k, slot_tile, slot, begun, end))
-                    write(a.tile_at, number + member, tile)
-        write(dealt_at(k, a), tile, pack_dealt(dealt, here))
-    dealt = dealt_tiles(total)
-    if row_tiles == 0:
-        dealt = Int32(0)
-    return dealt
-
-
-@cute.jit
-def publish_words(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, dealt: Int32, row_tiles: Int32,
-    near: Int32, far: Int32, usable: Boolean, status: Int32,
-):  # fmt: skip
-    """The plan's words, after its tables, and the signal that all is there. dealt: numbers that are dealt."""
-    counters = side_counters(a, side)
-    if thread == 0:
-        write(a.plan, PlanWord.ROW_TILES, dealt)
-        if cutlass.const_expr(k.paired):
-            write(a.plan, PlanWord.HELD_TILES, row_tiles)
-        write(a.plan, PlanWord.NEAR_ROWS, near)
-        write(a.plan, PlanWord.FAR_UNITS, far * (k.ranks - 1))
-        write(a.plan, PlanWord.USABLE, Int32(usable))
-        write(a.plan, PlanWord.STATUS, 0)
-        if status != 0:
-            write(a.record, 7, status)
-            write(a.record, 1, a.rank)
-    # the release below covers what all threads wrote before this barrier
-    sync_consumers()
-    if thread == 0:
-        write(counters, Counter.PLANNED, 1, sem="release", scope="gpu")
-
-
 def first_expert_of(k: KernelShape, rank):
     """First expert of a run-time rank, without a branch."""
     base, extra = divmod(k.experts, k.ranks)
@@ -493,134 +273,3 @@ def first_expert_of(k: KernelShape, rank):
 def wait_plan(a: Args, side: Int32, role: cutlass.Constexpr) -> Boolean:
     """Wait until the plan is published; False if that failed."""
     return wait_reached(side_counters(a, side), Counter.PLANNED, Int32(1), a, role, Wait.PLAN, Int32(0), "gpu")
-
-
-@cute.jit
-def load_routes(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, routes: tuple, thread: Int32
-):
-    """What the send list needs to know about a token tile and doesn't depend on the plan: asked for ahead.
-
-    All of it was written by this block: the routes by its gate, with barriers since, the counter's target in the last
-    call of this side.
-
-    height: tokens of a tile. routes: of this thread's routes (every 256th of the tile's) the expert and the number
-    within the tile and expert; then how many rows its token will get back (not with a capacity: that depends on the
-    plan), and what its arrival counter was waiting for last time.
-    """
-    expert, index, token_rows = routes
-    first = tile * (height * k.top_k)
-    for j in cutlass.range_constexpr(routes_per_thread(k)):
-        expert[j], index[j] = -1, 0
-        r = thread + j * CONSUMERS
-        if r < height * k.top_k and first + r < a.tokens * k.top_k:
-            expert[j] = read(a.expert, first + r)
-            index[j] = read(a.index, first + r)
-    token = tile * height + thread
-    token_rows.fill(0)
-    if thread < height and token < a.tokens:
-        token_rows[1] = read(a.back_target + Int64(side * a.max_tokens) * 4, token)
-        if cutlass.const_expr(not k.drops):
-            for j in cutlass.range_constexpr(k.top_k):
-                if read(a.expert, first + thread * k.top_k + j) >= 0:
-                    token_rows[0] = token_rows[0] + 1
-
-
-def starts_of(k, tile, token_tiles):
-    """Where in `list_start` the places of a token tile's part of the tiles are."""
-    return tile // tiles_per_part(k, token_tiles) * k.experts
-
-
-def place_of(k, a, tile, starts, expert, index):
-    """Place of a route among all of this rank's routes by expert; starts: `starts_of` its token tile, index: among the
-    routes of the tile."""
-    return read(a.list_start, starts + expert) + read(a.histogram, tile * k.experts + expert) + index
-
-
-@cute.jit
-def keep_within(k: cutlass.Constexpr[KernelShape], a: Args, route: Int32, expert: Int32, place: Int32) -> Boolean:
-    """Whether a route is within its expert's capacity, if there is one: first come, first served. The rest is masked
-    from here on."""
-    fits = Boolean(True)
-    if cutlass.const_expr(k.drops):
-        fits = place - read(a.list_start, expert) < a.capacity
-        if not fits:
-            write(a.expert, route, dropped(expert))
-    return fits
-
-
-def routes_per_thread(k: KernelShape) -> int:
-    """Routes of a token tile that each of the 256 threads has at most."""
-    return ceil_div(TILE_ROWS * k.top_k, CONSUMERS)
-
-
-@cute.jit
-def list_routes(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, token_tiles: Int32,
-    routes: tuple, places: tuple, thread: Int32,
-):  # fmt: skip
-    """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect.
-
-    height, routes: see `load_routes`. places: becomes each route's place in the send list, -1 for none, and the row
-    where it lands.
-    """
-    expert, index, token_rows = routes
-    place, row = places
-    first = tile * (height * k.top_k)
-    starts = starts_of(k, tile, token_tiles)
-    # all loads are on their way before the first place is known
-    for j in cutlass.range_constexpr(routes_per_thread(k)):
-        place[j], row[j] = -1, 0
-        if expert[j] >= 0:
-            place[j] = place_of(k, a, tile, starts, expert[j], index[j])
-            if cutlass.const_expr(not k.placed):
-                row[j] = read(a.row_shift, expert[j])
-    for j in cutlass.range_constexpr(routes_per_thread(k)):
-        route = first + thread + j * CONSUMERS
-        fits = place[j] >= 0
-        if cutlass.const_expr(k.drops):
-            if fits:
-                fits = keep_within(k, a, route, expert[j], place[j])
-                if not fits:
-                    place[j] = -1
-        if fits:
-            target = expert[j]
-            if cutlass.const_expr(k.placed):
-                target, moved = replicas.choose_replica(k, a, expert[j], place[j])
-                place[j] = moved
-                row[j] = read(a.row_shift, target)
-            row[j] = row[j] + place[j]
-            # an entry of the send list: the route, and the row where it lands
-            write(a.send, place[j], Int64(route) | (Int64(row[j]) << 32), Int64)
-            if cutlass.const_expr(k.fixed):
-                write(a.where, route, home_row(a, row[j], read(a.placement, target), a.rank))
-            if cutlass.const_expr(k.by_place):
-                # beside the place how the pieces of its lines lie
-                write(a.where, route, place[j] | ((row[j] % 8) << HOME_BITS))
-    token = tile * height + thread
-    if thread < height and token < a.tokens:
-        valid = token_rows[0]
-        if cutlass.const_expr(k.drops):
-            for j in cutlass.range_constexpr(k.top_k):
-                route = first + thread * k.top_k + j
-                chosen = read(a.expert, route)
-                # another thread may be masking the route just now: it is judged by its place, like there
-                if chosen < -1:
-                    chosen = dropped(chosen)
-                if chosen >= 0:
-                    earlier = place_of(k, a, tile, starts, chosen, read(a.index, route)) - read(a.list_start, chosen)
-                    if earlier < a.capacity:
-                        valid += 1
-        if cutlass.const_expr(k.shared_intermediate > 0):
-            # and one row of the shared expert for every token
-            valid += 1
-        write(a.back_target + Int64(side * a.max_tokens) * 4, token, next_target(token_rows[1], valid))
-
-
-@cute.jit
-def publish_list(a: Args, side: Int32, thread: Int32):
-    """This block has entered all of its token tiles."""
-    # the release below covers what all threads wrote before this barrier
-    sync_consumers()
-    if thread == 0:
-        add(side_counters(a, side), Counter.LISTED, 1, "gpu", "release")

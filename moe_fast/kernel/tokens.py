@@ -37,8 +37,8 @@ from moe_fast.kernel.constants import (
     PlanWord,
 )
 from moe_fast.kernel.dispatch import copy_pair, next_far, next_unit, push_near, units_here
-from moe_fast.kernel.plan import keep_within, place_of, starts_of
 from moe_fast.kernel.scans import CONSUMERS, sync_consumers
+from moe_fast.kernel.send_list import keep_within, place_of, starts_of
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     EPOCH,

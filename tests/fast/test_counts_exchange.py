@@ -36,9 +36,9 @@ class Exchange:
                 arch=types.SimpleNamespace(globaltimer=self.clock, store=self.shared.__setitem__),
             ),
         }  # fmt: skip
-        names["told_at"] = kernel_function("plan", "told_at", **names)
-        self.tell_word = kernel_function("plan", "tell", **names)
-        self.hear_column = kernel_function("plan", "hear", **names)
+        names["told_at"] = kernel_function("exchange", "told_at", **names)
+        self.tell_word = kernel_function("exchange", "tell", **names)
+        self.hear_column = kernel_function("exchange", "hear", **names)
 
     @staticmethod
     def int32(value: int) -> int:

@@ -240,7 +240,7 @@ class Rank:
         return sorted((expert, route) for route, expert in enumerate(self.ids) if expert >= 0)
 
     def place_of(self) -> Any:
-        return kernel_function("plan", "place_of", read=self.a.read)
+        return kernel_function("send_list", "place_of", read=self.a.read)
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), CALLS)
@@ -248,7 +248,7 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k):
     """Where a stable sort by expert puts it; every token waits for its rows; and where each block has one tile, its
     threads push the first local rows of it, each once."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
-    from moe_fast.kernel import plan
+    from moe_fast.kernel import send_list
 
     one = Rank(tokens, top_k)
     k, a, ids, height, tiles = one.k, one.a, one.ids, one.height, one.tiles
@@ -257,11 +257,11 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k):
     assert set(a.entries("histogram")) == set(range(tiles * EXPERTS))
     assert one.total.sum(axis=0).tolist() == [ids.count(e) for e in range(EXPERTS)]
     names = {
-        "CONSUMERS": 256, "routes_per_thread": plan.routes_per_thread, "read": a.read, "write": a.write,
-        "starts_of": plan.starts_of, "next_target": next_target, "place_of": one.place_of(),
+        "CONSUMERS": 256, "routes_per_thread": send_list.routes_per_thread, "read": a.read, "write": a.write,
+        "starts_of": send_list.starts_of, "next_target": next_target, "place_of": one.place_of(),
     }  # fmt: skip
-    load, enter = (kernel_function("plan", name, **names) for name in ("load_routes", "list_routes"))
-    most = plan.routes_per_thread(k)  # pyright: ignore[reportArgumentType]
+    load, enter = (kernel_function("send_list", name, **names) for name in ("load_routes", "list_routes"))
+    most = send_list.routes_per_thread(k)  # pyright: ignore[reportArgumentType]
     places = [[(Values([-1] * most), Values([0] * most)) for _ in range(256)] for _ in range(PROCESSORS)]
     for block in range(PROCESSORS):
         for thread in range(256):
@@ -326,7 +326,7 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k):
 def test_peers_are_told_of_every_token_once(tokens, top_k):
     """The wire format "tokens" on two ranks: the list, and what the other rank hears of each token and route."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
-    from moe_fast.kernel import plan
+    from moe_fast.kernel import send_list
     from moe_fast.kernel.constants import FOLLOWER
 
     one = Rank(tokens, top_k, ranks=2, owner=lambda expert: int(expert >= 3))
@@ -353,7 +353,7 @@ def test_peers_are_told_of_every_token_once(tokens, top_k):
         enter = kernel_function(
             "tokens", "list_tokens", CONSUMERS=256, TILE_ROWS=TILE_ROWS, FOLLOWER=FOLLOWER, HOME_BITS=26,
             cute=types.SimpleNamespace(arch=block.arch()), sync_consumers=block.everyone.wait, read=a.read, write=write,
-            starts_of=plan.starts_of, place_of=one.place_of(), keep_within=lambda *route: True, add=add,
+            starts_of=send_list.starts_of, place_of=one.place_of(), keep_within=lambda *route: True, add=add,
             peer=lambda a, rank: (rank + 1) << 50, side_counters=lambda a, side: 0, next_target=next_target,
             sent_word=lambda k, a, rank: rank,
             **{f"{name}_at": lambda *_, at=at: at << 32 for at, name in enumerate(parts)},

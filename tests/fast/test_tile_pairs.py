@@ -224,8 +224,8 @@ def tables(
         "TARGETS_AHEAD": ahead,
     }  # fmt: skip
     for name in ("slot_of", "early_bit"):
-        names[name] = kernel_function("plan", name, **names)
-    run = kernel_function("plan", "publish_pairs", **names)
+        names[name] = kernel_function("tables", name, **names)
+    run = kernel_function("tables", "publish_pairs", **names)
     answers = block.run(lambda t: run(k, a, side, scratch, t, slot_rows, slot_rows + slots, slots, len(places)))
     assert len(set(answers)) == 1, "threads see different sums"
     return a, places, answers[0]
