@@ -40,7 +40,7 @@ SOURCES = {
     "dispatch": ("push_unit", "push_own", "boost_rows", "VECTOR_BYTES"),
     "epilogue": ("home_address",),
     "combine": ("result_at_home", "PIECES"),
-    "plan": ("list_routes", "routes_per_thread", "starts_of", "tiles_per_part", "place_of"),
+    "plan": ("tiles_per_part",), "send_list": ("list_routes", "routes_per_thread", "starts_of", "place_of"),
 }  # fmt: skip
 """Of each file of the kernel what is run here."""
 
