@@ -98,7 +98,7 @@ class FusedBackend:
             # the short way is for calls without gradients; those with them would remember in vain, each time
             if routing is None and not torch.is_grad_enabled():
                 quick.remember(layer, engine, weights, x, y)
-        return _record(engines, layer, [y], [x.shape[0]], plan, keep)
+        return _record(engines, layer, [y], [x], plan, keep)
 
 
 def _forward_together(
@@ -126,20 +126,21 @@ def _forward_together(
         ys = TogetherFunction.apply(engines, layer, plan, ids, [t is not None for t in inputs], *present)
     else:
         ys = launch_together(engines, layer, weights, xs, ids, given, plan)
-    return _record(engines, layer, list(ys), [x.shape[0] for x in xs], plan, keep)
+    return _record(engines, layer, list(ys), xs, plan, keep)
 
 
 def _record(
-    engines: LocalRanks, layer: MoELayer, y_SH: list[Tensor], tokens: Sequence[int], plan: Plan | None, keep: bool
+    engines: LocalRanks, layer: MoELayer, y_SH: list[Tensor], x_SH: Sequence[Tensor], plan: Plan | None, keep: bool
 ) -> FusedRecord:
-    """What `FusedBackend.forward` returns for the call that was just enqueued; tokens: S of every local rank."""
-    call = engines.calls
+    """What `FusedBackend.forward` returns for the call that was just enqueued; x_SH: of every local rank."""
+    call, tokens = engines.calls, [x.shape[0] for x in x_SH]
+    kept = x_SH if keep else None
 
     def fill(target: Record) -> None:
         if engines.calls != call:
             raise UsageError("this record's buffers were overwritten by a later call; read it first, or keep=True")
         engines.check()
-        fill_record(target, engines.engines, layer, tokens, plan, buffers=keep)
+        fill_record(target, engines.engines, layer, tokens, plan, kept)
 
     record = FusedRecord(y_SH, fill)
     if keep:

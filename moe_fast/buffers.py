@@ -23,7 +23,10 @@ from moe_ref.layout import ceil_div, fixed_row
 class Buffers:
     """What the last call left in memory, for comparison.
 
-    rows_RH: one side of the dispatch buffer, in the fixed layout all of it. hidden_RD: in the order of the row tiles.
+    rows_RH: one side of the dispatch buffer, in the fixed layout all of it. Where the kernel gathers rows
+    (`KernelShape.gathers`), the places of those that stayed on their rank, in the wire format "tokens" also those of
+    followers, hold what an earlier call left there; `Readback.dispatched` has the rows themselves. hidden_RD: in the
+    order of the row tiles.
     dealt_tiles: row tiles that have tasks of their own; in a paired kernel as many as members of tile pairs.
     returned_NH: row (token, choice); of masked routes anything. before_PE, chosen_SK: before the capacity. With puts
     returned_NH is a copy: results lie line by line, by place in the send list.
@@ -84,6 +87,25 @@ class Readback:
                 out.append((place, hidden, rows))
                 hidden += ceil_div(rows, TILE_ROWS) * TILE_ROWS
         return out
+
+    def dispatched(self, rows_RH: Tensor, where_N: Tensor, x_SH: Tensor) -> Tensor:
+        """Rows `where_N` of the dispatch buffer as the last call's first products read them, [N, H]: a copy.
+
+        rows_RH: `Buffers.rows_RH`. x_SH: this rank's tokens in that call, which its own rows are read from where the
+        kernel gathers; in the wire format "tokens" followers are read from their leaders there.
+        """
+        shape = self.shape
+        if not shape.gathers:
+            return rows_RH[where_N]
+        side = (self.memory.epoch - 1) & 1
+        home_N = self.memory.symmetric("home").view(2, -1)[side][where_N]
+        if shape.by_token:
+            first = wire_flags(shape, self.memory.max_tokens)
+            where_N = self.memory.symmetric("wire")[first:][: self.memory.rows][where_N].long()
+        out_NH = rows_RH[where_N]
+        own_N = home_N >> HOME_BITS == self.memory.heap.rank
+        out_NH[own_N] = x_SH.detach()[(home_N[own_N] & ((1 << HOME_BITS) - 1)).long() // shape.top_k]
+        return out_NH
 
     @property
     def sent_rows(self) -> int:

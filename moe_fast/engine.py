@@ -142,6 +142,7 @@ class Engine:
     ) -> Tensor:
         """Enqueue one forward on the current stream; one kernel, nothing else. Returns y [S, H].
 
+        x_SH is read until the call has ended: products take rows that stay on this rank from where the tokens lie.
         All tensors are contiguous and of the shape's dtype, but selection_bias fp32, and a router of fp32 (that of a
         float32 layer, too) as `router_parts` makes it. Biases and the shared expert's weights (of width W) are for
         shapes that have them. expert_SK int64 and weight_SK fp32 hand the routing in. placement: which slot holds what,

@@ -71,14 +71,14 @@ def fill_record(
     layer: MoELayer,
     tokens: Sequence[int],
     plan: Plan | None,
-    buffers: bool,
+    x_SH: Sequence[Tensor] | None,
 ) -> None:
     """Copy what a call left behind into the record; waits for the device.
 
     Args:
         engines: of the local ranks, in rank order; tokens: S of each in that call.
         plan: the plan that the launch was handed, None where the kernel made its own.
-        buffers: rows and results as well, not only integers and weights.
+        x_SH: each local rank's tokens in that call, for rows and results as well; None for integers and weights only.
     """
     seen = [engine.buffers(size) for engine, size in zip(engines, tokens, strict=True)]
     first = seen[0]
@@ -94,15 +94,15 @@ def fill_record(
     record.plan = plan
     if first.sent_PG is not None:
         record.sent_PG = first.sent_PG.cpu().numpy().astype(np.int64)
-    if buffers:
+    if x_SH is not None:
         record.rows_NH, record.hidden_ND = [], []
         returned_NH, output_NH, partial_NH = [], [], []
-        for engine, one in zip(engines, seen, strict=True):
+        for engine, one, x in zip(engines, seen, x_SH, strict=True):
             stretches = engine.readback.stretches(plan.quota_by_slot()[:, engine.heap.rank])
             spread = [torch.arange(n, device=one.expert_SK.device) for _, _, n in stretches]
             rows = torch.cat([row + n for (row, _, _), n in zip(stretches, spread, strict=True)])
             hidden = torch.cat([row + n for (_, row, _), n in zip(stretches, spread, strict=True)])
-            record.rows_NH.append(one.rows_RH[rows])
+            record.rows_NH.append(engine.readback.dispatched(one.rows_RH, rows, x))
             record.hidden_ND.append(one.hidden_RD[hidden])
             if one.returned_NH is not None:
                 returned = one.returned_NH.clone()

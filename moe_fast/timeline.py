@@ -2,7 +2,7 @@
 
 Every block notes what its consumers, its storer and its spare warp did and when (globaltimer). A processor's
 utilisation is the time its consumers spent in main loops and epilogues over the wall time of the kernel; waiting for
-the first operands of a task, gate, copying of rows and combine are not counted.
+the first operands of a task, gate, pushing of rows and combine are not counted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def timeline_of(tracks: torch.Tensor, rank: int, processors: int) -> Timeline:
                     float(tracks[block, track, 0, 2] - tracks[block, track, 0, 1]) / float(ends[-1] - ends[0])
                 )
             for start, end, word in tracks[block, track, 1 : min(count, EVENTS) + 1].tolist():
-                events.append((block, track, start, end, word))
+                # a block that only keeps step with the other one of its pair waits
+                if word >= 0 or word in PHASES:
+                    events.append((block, track, start, end, word))
     if not events:
         return Timeline([], 0, 0.0, 0.0, 0.0, 0.0, {}, 0)
     begin, end = min(e[2] for e in events), max(e[3] for e in events)

@@ -32,11 +32,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 SHARED_SLOT = (1 << SLOT_BITS) - 1
 """Slot field of a task of the shared expert: no routed expert has it."""
 UNIT_ROWS = 8
-"""Rows that a warp copies under one fence."""
+"""Rows that a warp pushes under one fence."""
 BOOST_UNIT = 2
 """The same for the first rows, where there are more warps than units: shorter is sooner."""
 BOOST_ROWS = 2112
-"""Local rows that all warps copy together before the first task, instead of the spare warps alone: two for each of
+"""Local rows that all warps push together before the first task, instead of the spare warps alone: two for each of
 1056 warps, a first wave's."""
 HOME_BITS = 26
 """Where a row goes home to is one int32: source rank above, route (token, choice) in this many low bits."""
@@ -44,6 +44,12 @@ FIELDS_SHIFT = 48
 """In the block's task word, above the task's own bits: the fields of `tile_pairs`."""
 AHEAD = 8
 """Steps before the end of a task's loads at which its block asks for the next one."""
+SENDERS = 2
+"""Of so many spare warps one sends rows to other ranks, where processors are pairs of blocks. All together would have
+4 MB on their way, several times what NVLink needs to be busy, and whatever else crosses would queue behind."""
+MANY_COLUMNS = 16
+"""Column tiles of the first product beyond which a layer has many: its ready blocks are higher
+(`KernelShape.block_tiles`), and its rows are copied once instead of being gathered for each (`KernelShape.gathers`)."""
 WORDS = 3
 """Task words that a block has room for: how far the storer may be behind."""
 TOKEN_TILE = 32

@@ -50,7 +50,7 @@ from moe_fast.kernel.signals import (
     tile_at_home,
 )
 from moe_fast.kernel.sums import sum_rest
-from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same, field_split
+from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same, field_void
 from moe_fast.kernel.tokens import list_all_tokens
 from moe_fast.kernel.transport import landings_of, peers_mapped, put_results, runs_of_warp
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
@@ -199,13 +199,12 @@ def consume(
                     depth = Int32(k.shared_depth1)
             fields = fields_of(word)
             filled = field_rows(fields)
-            # whether this warpgroup has rows of the tile; of a split one each block computes the half that it would
-            # have of a whole one with its first or its second warpgroup
+            # whether this warpgroup has rows of the tile
             used = filled > group * (TILE_ROWS // 2)
             if cutlass.const_expr(not k.paired):
                 used = group == 0 or used
             else:
-                used = used and (field_split(fields) == 0 or group == member_of(block))
+                used = used and field_void(fields) == 0
             few, mine = Int32(0), Boolean(False)
             if cutlass.const_expr(k.carries):
                 few = field_few(fields)
@@ -239,7 +238,8 @@ def consume(
                         if kind != GEMM0:
                             few_home = landing_of(k, a, side, few_row)
                     count = multiply_carrying(
-                        dtype, acc, few_acc, a_frag, b_frag, w_frag, few_frag, full, empty, count, depth, k.paired
+                        dtype, acc, few_acc, a_frag, b_frag, w_frag, few_frag, full, empty, count, depth, k.paired,
+                        k.gathers,
                     )  # fmt: skip
                     # the other warpgroup may still read the ring out of the buffers
                     sync_consumers()
@@ -256,16 +256,20 @@ def consume(
                         turn_few(k, dtype, False, few_acc, own, address, column, group, thread)
                 else:
                     if used:
-                        count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
+                        count = multiply(
+                            dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired, k.gathers
+                        )
                     else:
-                        count = pass_over(full, empty, count, depth, k.paired)
+                        count = pass_over(full, empty, count, depth, k.paired, k.gathers)
                     if few > 0:
                         # as above, where the other warpgroup carries
                         sync_consumers()
             elif used:
-                count = multiply(dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired)
+                count = multiply(
+                    dtype, TILE_COLUMNS, acc, a_frag, b_frag, full, empty, count, depth, k.paired, k.gathers
+                )
             else:
-                count = pass_over(full, empty, count, depth, k.paired)
+                count = pass_over(full, empty, count, depth, k.paired, k.gathers)
             if cutlass.const_expr(k.trace):
                 if thread == 0:
                     note(a, block, 3, start, word)

@@ -1,10 +1,15 @@
 """Dispatch: every routed row goes to its owner by direct stores, in the order in which the owner will compute it.
 
 A warp claims a unit of rows of one destination, copies them with 16-byte stores, fences once and adds to the arrival
-counters. With a row goes its home: source rank and route, which is where its result returns to. All warps together copy
-the first local rows, so that every processor has a first task soon: where there are enough blocks with tokens, each
-those of its own tokens, at once, else all of them from the send list. Then the spare warps alternate between remote
-rows, to all peers in turn so that every link is busy, and the remaining local ones.
+counters. With a row goes its home: source rank and route, which is where its result returns to.
+
+Where `gather` reads local rows from where their tokens lie, they aren't copied: to push one is to write its home and to
+count it. Its place in the owner's buffer stays reserved, so that homes, tiles and results are where they would be.
+
+All warps together push the first local rows, so that every processor has a first task soon: where there are enough
+blocks with tokens, each those of its own tokens, at once, else all of them from the send list. Then those spare warps
+that send (see `spare`) alternate between remote rows, to all peers in turn so that every link is busy, and the
+remaining local ones, which go slower until the remote ones have caught up (`near_follows`).
 
 Rows lie in expert order (send list), so an owner's first tiles are complete long before the last row has left.
 """
@@ -16,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir import ir
 
-from moe_fast.kernel.constants import BOOST_ROWS, BOOST_UNIT, HOME_BITS, TILE_ROWS, UNIT_ROWS, Counter, PlanWord
+from moe_fast.kernel.constants import BOOST_ROWS, BOOST_UNIT, HOME_BITS, TILE_ROWS, Counter, PlanWord
 from moe_fast.kernel.scans import CONSUMERS
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
@@ -94,7 +99,7 @@ def push_unit(
     rows: cutlass.Constexpr,
     lane: Int32,
 ):
-    """One warp sends unit `number` of a destination, up to `rows` rows of it."""
+    """One warp pushes unit `number` of a destination, up to `rows` rows of it."""
     starts = k.plan_parts * k.experts
     begin = read(a.list_start, starts + destination) + number * rows
     end = read(a.list_start, starts + destination + 1)
@@ -108,7 +113,10 @@ def push_unit(
         route, row = Int32(entry & 0xFFFFFFFF), Int32(entry >> 32)
         source = a.x + Int64(route // k.top_k) * row_bytes
         target = base + a.rows_at + (Int64(side) * a.rows + row) * k.row_pitch
+        # whether the warp doesn't copy these rows here
         direct = Boolean(False)
+        if cutlass.const_expr(k.gathers):
+            direct = destination == a.rank
         if cutlass.const_expr(k.put):
             if destination != a.rank:
                 target = a.heap + a.wire_at + Int64(place) * k.row_pitch
@@ -170,7 +178,7 @@ def next_unit(a: Args, side: Int32, head: cutlass.Constexpr, lane: Int32) -> Int
 
 @cute.jit
 def boost_rows(near_rows: Int32) -> Int32:
-    """Local rows that all warps send before the first task."""
+    """Local rows that all warps push before the first task."""
     return min(near_rows, Int32(BOOST_ROWS))
 
 
@@ -200,7 +208,7 @@ def push_own(
     the row where it lands.
 
     As in `push_unit` a lane's fence, between two barriers of the warp, covers what all lanes have stored of the row it
-    counts.
+    counts; of a row that is gathered that is its home alone.
     """
     place, row = places
     lane = thread % 32
@@ -225,7 +233,9 @@ def push_own(
                     write(tail, 1, (a.rank << HOME_BITS) | place[j])
             else:
                 write(a.heap + a.home_at, side * a.rows + row[j], (a.rank << HOME_BITS) | route)
-        bits = cute.arch.vote_ballot_sync(mine)
+        bits = Int32(0)
+        if cutlass.const_expr(not k.gathers):
+            bits = cute.arch.vote_ballot_sync(mine)
         while bits != 0:
             one = Int32(cute.arch.popc((bits & (0 - bits)) - 1))
             bits = bits & (bits - 1)
@@ -250,10 +260,10 @@ def push_own(
 
 
 @cute.jit
-def units_here(a: Args) -> tuple[Int32, Int32]:
-    """Units of local rows: those that all warps send before the first task, and all."""
+def units_here(k: cutlass.Constexpr[KernelShape], a: Args) -> tuple[Int32, Int32]:
+    """Units of local rows: those that all warps push before the first task, and all."""
     rows = read(a.plan, PlanWord.NEAR_ROWS)
-    return Int32(ceil_div(boost_rows(rows), UNIT_ROWS)), Int32(ceil_div(rows, UNIT_ROWS))
+    return Int32(ceil_div(boost_rows(rows), k.near_unit)), Int32(ceil_div(rows, k.near_unit))
 
 
 @cute.jit
@@ -270,28 +280,47 @@ def next_far(
 def push_near(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, begun: Int32, units: Int32, lane: Int32
 ) -> Boolean:
-    """One warp sends the next unit of local rows; whether there was one."""
+    """One warp pushes the next unit of local rows; whether there was one."""
     unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
     near = Boolean(unit < units)
     if near:
-        push_unit(k, a, side, a.rank, unit, UNIT_ROWS, lane)
+        push_unit(k, a, side, a.rank, unit, k.near_unit, lane)
     return near
 
 
 @cute.jit
+def near_follows(k: cutlass.Constexpr[KernelShape], a: Args, destination: Int32, number: Int32) -> Boolean:
+    """Whether a unit of local rows follows unit `number` for rank `destination`.
+
+    Local rows begin with a lead. If they kept it, an expert's local rows would be computed long before its remote ones,
+    and its weights come from memory twice. So they go at half the pace of those for one other rank, the next, until
+    these have caught up.
+    """
+    begun, _ = units_here(k, a)
+    follows = number % 2 != 0 or number >= 2 * begun
+    if cutlass.const_expr(k.ranks > 2):
+        follows = follows and destination == (a.rank + 1) % k.ranks
+    return follows
+
+
+@cute.jit
 def push_rest(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
-    """A spare warp: remote and local rows in turn, until none is left. Remote ones go to all peers in turn."""
-    begun, near_units = units_here(a)
-    far_units = read(a.plan, PlanWord.FAR_UNITS)
-    near, far = Boolean(near_units > begun), Boolean(far_units > 0)
+    """A spare warp that sends: remote and local rows in turn, until none is left. Remote ones go to all peers in turn,
+    local ones at the pace of `near_follows`."""
+    # How many there are is read anew for every unit, beside its claim: kept over the copies it would not fit into the
+    # registers.
+    begun, units = units_here(k, a)
+    near, far = Boolean(units > begun), Boolean(read(a.plan, PlanWord.FAR_UNITS) > 0)
     while near or far:
+        follows = Boolean(True)
         if cutlass.const_expr(k.ranks > 1):
             if far:
-                far, destination, number = next_far(k, a, side, far_units, lane)
+                far, destination, number = next_far(k, a, side, read(a.plan, PlanWord.FAR_UNITS), lane)
                 if far:
+                    follows = near_follows(k, a, destination, number)
                     push_unit(k, a, side, destination, number, k.far_unit, lane)
-        if near:
-            near = push_near(k, a, side, begun, near_units, lane)
+        if near and follows:
+            near = push_near(k, a, side, *units_here(k, a), lane)
 
 
 @cute.jit

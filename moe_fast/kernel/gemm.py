@@ -8,6 +8,9 @@ rows: neighbours, or for the first product of a gated layer the gate's rows and 
 of the first half and column c of the second lie in the same thread's accumulators, so a gated activation needs no
 exchange and reads the rows once.
 
+Rows come by TMA or, gathered, by copies of the loader's lanes (`gather`); where they may be gathered, consumers put a
+proxy fence behind every wait for a full stage.
+
 A bias of the task's 256 columns comes with the first stage, into one of two small buffers: the loader is never more
 than one task ahead of the consumers (it has their next task word only when they have done with the last).
 
@@ -82,6 +85,13 @@ def release(empty: cute.Pointer, count: Int32, paired: cutlass.Constexpr = False
             cute.arch.mbarrier_arrive(empty + count % STAGES)
 
 
+def see_gathered(gathers: bool):
+    """Behind the wait for a full stage: rows that the loader gathered are written by the generic proxy, and wgmma reads
+    shared memory by the asynchronous one."""
+    if gathers:
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+
 @cute.jit
 def multiply(
     dtype: cutlass.Constexpr,
@@ -94,6 +104,7 @@ def multiply(
     count: Int32,
     depth: Int32,
     paired: cutlass.Constexpr = False,
+    gathers: cutlass.Constexpr = False,
 ) -> Int32:
     """A consumer warpgroup accumulates one task; returns the new running count of stages."""
     # made here, not handed in: whether it accumulates is a property of the object, which may not outlive a loop body
@@ -101,6 +112,7 @@ def multiply(
     blocks = cute.size(a_frag, mode=[2])
     mma.set(warpgroup.Field.ACCUMULATE, False)
     cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+    see_gathered(gathers)
     warpgroup.fence()
     for kb in cutlass.range_constexpr(blocks):
         stage = count % STAGES
@@ -111,6 +123,7 @@ def multiply(
         following = count + 1
         stage = following % STAGES
         cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        see_gathered(gathers)
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
         warpgroup.commit_group()
@@ -186,6 +199,7 @@ def multiply_carrying(
     count: Int32,
     depth: Int32,
     paired: cutlass.Constexpr,
+    gathers: cutlass.Constexpr,
 ) -> Int32:
     """As `multiply`, and beside it the product of the CARRIED_ROWS rows, with its operands in turned roles: out^T =
     W rows^T, blocks of 64 weight rows (w_frag, the same memory as b_frag) by CARRIED_ROWS rows.
@@ -197,6 +211,7 @@ def multiply_carrying(
     mma.set(warpgroup.Field.ACCUMULATE, False)
     few_mma.set(warpgroup.Field.ACCUMULATE, False)
     cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+    see_gathered(gathers)
     warpgroup.fence()
     for kb in cutlass.range_constexpr(blocks):
         stage = count % STAGES
@@ -209,6 +224,7 @@ def multiply_carrying(
         following = count + 1
         stage = following % STAGES
         cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        see_gathered(gathers)
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
             cute.gemm(few_mma, few_acc, w_frag[(None, None, kb, stage)], few_frag[(None, None, kb, stage)], few_acc)
@@ -307,12 +323,15 @@ def sync_group(group):
 
 @cute.jit
 def pass_over(
-    full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32, paired: cutlass.Constexpr = False
+    full: cute.Pointer, empty: cute.Pointer, count: Int32, depth: Int32, paired: cutlass.Constexpr = False,
+    gathers: cutlass.Constexpr = False,
 ) -> Int32:  # fmt: skip
     """A consumer warpgroup whose 64 rows are all padding: hand the stages back unread, leave the tensor cores to the
     other one; returns the new running count of stages."""
     for _ in range(depth):
         cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+        # also before TMA writes over them
+        see_gathered(gathers)
         release(empty, count, paired)
         count += 1
     return count

@@ -1,4 +1,5 @@
-"""The loader warp: TMA loads of token tiles for the gate, then of every task's operands as soon as they are there."""
+"""The loader warp: TMA loads of token tiles for the gate, then of every task's operands as soon as they are there; rows
+that aren't where TMA would look for them are gathered (`gather`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SHARED_SLOT, TILE_ROWS
+from moe_fast.kernel.gather import load_gathered_carrying, load_gathered_or_landed
 from moe_fast.kernel.loads import load_bias, load_carrying, load_logits, load_product
 from moe_fast.kernel.processor import fields_of, member_of, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
@@ -23,7 +25,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     wait_reached,
 )
-from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same, field_split
+from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
 
@@ -39,10 +41,11 @@ def load(
     sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
-    few_free: cute.Pointer, pair: tuple, side: Int32, block: Int32, processors: Int32, height: Int32,
-    token_tiles: Int32,
+    few_free: cute.Pointer, pair: tuple, memory: tuple, side: Int32, block: Int32, processors: Int32, height: Int32,
+    token_tiles: Int32, lane: Int32,
 ):  # fmt: skip
-    """The loader warp. pair: the stage barriers of a paired kernel's products."""
+    """The loader warp. pair: the stage barriers of a paired kernel's products. memory: in shared memory, where the
+    addresses of gathered rows are kept, the row stages and the ring of the carried rows."""
     one = cute.make_layout(1)
     aRowsFew, tRowsFew, aHiddenFew, tHiddenFew = few
     pairs = []
@@ -162,13 +165,9 @@ def load(
             expert = Int32(task_slot(word))
             fields = fields_of(word)
             couple = ()
-            # of a split tile this block's half, and how many rows that has
-            half, rows, split = Int32(0), field_rows(fields), Int32(0)
+            rows = field_rows(fields)
             if cutlass.const_expr(k.paired):
                 couple = (field_same(fields) != 0, member)
-                split = field_split(fields)
-                half = split * member
-                rows = min(rows, TILE_ROWS - split * (TILE_ROWS // 2) * (1 - member)) - half * (TILE_ROWS // 2)
             low, high = column * 2, column * 2 + 1
             if cutlass.const_expr(k.gated):
                 if kind == GEMM0:
@@ -197,7 +196,7 @@ def load(
                         count = load_product(
                             k, k.depth0, full, empty, count, aToken, gToken[(None, row_tile, None)], sToken,
                             aSharedFirst, gSharedFirst[(None, low, None)], gSharedUp[(None, high, None)],
-                            sSharedFirst, asked, TILE_ROWS, half, couple,
+                            sSharedFirst, asked, TILE_ROWS, couple,
                         )  # fmt: skip
                     else:
                         wait_reached(
@@ -209,12 +208,12 @@ def load(
                             k, k.shared_depth1, full, empty, count, aSharedHidden,
                             gSharedHidden[(None, row_tile, None)], sSharedHidden, aSharedSecond,
                             gSharedSecond[(None, low, None)], gSharedSecond[(None, high, None)], sSharedSecond,
-                            asked, TILE_ROWS, half, couple,
+                            asked, TILE_ROWS, couple,
                         )  # fmt: skip
-            wanted = Int32(k.columns0) * (1 + split)
+            wanted = Int32(k.columns0)
             if cutlass.const_expr(k.carries):
                 if field_few(fields) > 0:
-                    # a full row tile, or half of one, and the few rows of the carried one
+                    # a full row tile and the few rows of the carried one
                     routed = Boolean(False)
                     other = carried_tile(fields, member, row_tile)
                     boxes = TILE_ROWS // CARRIED_ROWS
@@ -224,27 +223,24 @@ def load(
                                 arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, tile,
                                 "sys",
                             )  # fmt: skip
-                        cute.arch.fence_proxy("async")
-                        first = side * (a.rows // TILE_ROWS)
                         gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
-                        gNext = gRowsNext[(None, (first + other) * boxes, None)]
-                        if split == 0:
-                            count = load_carrying(
-                                k, k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows,
-                                aFirst, gA, gB, sFirst, aRowsNext, gNext, sRowsNext, asked, few_free, turn, TILE_ROWS,
-                                half, couple,
+                        if cutlass.const_expr(k.gathers):
+                            count = load_gathered_carrying(
+                                k, a, side, full, empty, count, row_tile, rows, other, field_few(fields), memory,
+                                aFirst, gA, gB, sFirst, asked, few_free, turn, couple, lane,
                             )  # fmt: skip
                         else:
+                            cute.arch.fence_proxy("async")
+                            first = side * (a.rows // TILE_ROWS)
+                            gNext = gRowsNext[(None, (first + other) * boxes, None)]
                             count = load_carrying(
-                                k, k.depth0, full, empty, count, aRowsHalf,
-                                gRowsHalf[(None, (first + row_tile) * 2 + half, None)], sRowsHalf, aFirst, gA, gB,
-                                sFirst, aRowsNext, gNext, sRowsNext, asked, few_free, turn, TILE_ROWS // 2, half,
-                                couple,
+                                k, k.depth0, full, empty, count, aRows, gRows[(None, first + row_tile, None)], sRows,
+                                aFirst, gA, gB, sFirst, aRowsNext, gNext, sRowsNext, asked, few_free, turn, couple,
                             )  # fmt: skip
                     else:
                         # a whole tile pair's few hidden rows are half of either member's
                         beside = row_tile
-                        if split == 0 and field_same(fields) != 0:
+                        if field_same(fields) != 0:
                             beside = row_tile + 1 - 2 * member
                         for tile in (row_tile, beside):
                             wait_reached(
@@ -253,18 +249,10 @@ def load(
                         cute.arch.fence_proxy("async")
                         gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
                         gNext = gHiddenNext[(None, other * boxes, None)]
-                        if split == 0:
-                            count = load_carrying(
-                                k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
-                                aSecond, gA, gB, sSecond, aHiddenNext, gNext, sHiddenNext, asked, few_free, turn,
-                                TILE_ROWS, half, couple,
-                            )  # fmt: skip
-                        else:
-                            count = load_carrying(
-                                k, k.depth1, full, empty, count, aHiddenHalf,
-                                gHiddenHalf[(None, row_tile * 2 + half, None)], sHiddenHalf, aSecond, gA, gB, sSecond,
-                                aHiddenNext, gNext, sHiddenNext, asked, few_free, turn, TILE_ROWS // 2, half, couple,
-                            )  # fmt: skip
+                        count = load_carrying(
+                            k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden, aSecond,
+                            gA, gB, sSecond, aHiddenNext, gNext, sHiddenNext, asked, few_free, turn, couple,
+                        )  # fmt: skip
                     turn += 1
             if routed:
                 few_box = TILE_ROWS // FEW_ROWS
@@ -274,24 +262,30 @@ def load(
                         arrived, tile * k.signal_words, read(targets, tile), a, Role.LOADER, Wait.ARRIVED, row_tile,
                         "sys",
                     )  # fmt: skip
+                    # peers write rows by ordinary stores, TMA reads them
                     cute.arch.fence_proxy("async")
                     gA, gB = gFirst[(None, low, None, expert)], gUp[(None, high, None, expert)]
                     tile = side * (a.rows // TILE_ROWS) + tile
-                    if rows > TILE_ROWS // 2:
+                    if cutlass.const_expr(k.gathers):
+                        count = load_gathered_or_landed(
+                            k, a, side, full, empty, count, row_tile, rows, memory, aRows, gRows[(None, tile, None)],
+                            sRows, aFirst, gA, gB, sFirst, asked, couple, lane,
+                        )  # fmt: skip
+                    elif rows > TILE_ROWS // 2:
                         count = load_product(
                             k, k.depth0, full, empty, count, aRows, gRows[(None, tile, None)], sRows, aFirst, gA, gB,
-                            sFirst, asked, TILE_ROWS, half, couple,
+                            sFirst, asked, TILE_ROWS, couple,
                         )  # fmt: skip
                     elif rows > FEW_ROWS:
                         count = load_product(
-                            k, k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2 + half, None)],
-                            sRowsHalf, aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2, half, couple,
+                            k, k.depth0, full, empty, count, aRowsHalf, gRowsHalf[(None, tile * 2, None)],
+                            sRowsHalf, aFirst, gA, gB, sFirst, asked, TILE_ROWS // 2, couple,
                         )  # fmt: skip
                     else:
                         count = load_product(
                             k, k.depth0, full, empty, count, aRowsFew,
-                            gRowsFew[(None, tile * few_box + half * (few_box // 2), None)], sRowsFew, aFirst, gA, gB,
-                            sFirst, asked, FEW_ROWS, half, couple,
+                            gRowsFew[(None, tile * few_box, None)], sRowsFew, aFirst, gA, gB,
+                            sFirst, asked, FEW_ROWS, couple,
                         )  # fmt: skip
                 else:
                     wait_reached(
@@ -302,18 +296,18 @@ def load(
                     if rows > TILE_ROWS // 2:
                         count = load_product(
                             k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
-                            aSecond, gA, gB, sSecond, asked, TILE_ROWS, half, couple,
+                            aSecond, gA, gB, sSecond, asked, TILE_ROWS, couple,
                         )  # fmt: skip
                     elif rows > FEW_ROWS:
                         count = load_product(
                             k, k.depth1, full, empty, count, aHiddenHalf,
-                            gHiddenHalf[(None, row_tile * 2 + half, None)], sHiddenHalf, aSecond, gA, gB, sSecond,
-                            asked, TILE_ROWS // 2, half, couple,
+                            gHiddenHalf[(None, row_tile * 2, None)], sHiddenHalf, aSecond, gA, gB, sSecond,
+                            asked, TILE_ROWS // 2, couple,
                         )  # fmt: skip
                     else:
                         count = load_product(
                             k, k.depth1, full, empty, count, aHiddenFew,
-                            gHiddenFew[(None, row_tile * few_box + half * (few_box // 2), None)], sHiddenFew, aSecond,
-                            gA, gB, sSecond, asked, FEW_ROWS, half, couple,
+                            gHiddenFew[(None, row_tile * few_box, None)], sHiddenFew, aSecond,
+                            gA, gB, sSecond, asked, FEW_ROWS, couple,
                         )  # fmt: skip
         number += 1

@@ -1,4 +1,5 @@
-"""Operands of a task and of the gate by TMA, step by step into the stages of the pipeline; see `gemm`."""
+"""Operands of a task and of the gate by TMA, step by step into the stages of the pipeline; see `gemm`. Rows that TMA
+can't fetch are loaded by `gather`."""
 
 from __future__ import annotations
 
@@ -47,6 +48,13 @@ def load_weights(
         cute.copy(weight_atom, second_half[(None, step)], weight_smem[(None, stage * 2 + 1)], tma_bar_ptr=full + stage)
 
 
+def arrive_lanes(k: KernelShape, barrier: cute.Pointer):
+    """Where stages also take gathered rows, their barriers wait for every lane of the loader; at a stage that TMA fills
+    alone the lanes have nothing to wait for."""
+    if k.gathers:
+        cute.arch.mbarrier_arrive(barrier)
+
+
 @cute.jit
 def load_product(
     k: cutlass.Constexpr[KernelShape],
@@ -63,16 +71,14 @@ def load_product(
     weight_smem: cute.Tensor,
     asked: cute.Pointer,
     rows_there: cutlass.Constexpr,
-    half: Int32,
     pair: tuple,
 ) -> Int32:
     """The whole loader warp streams one task's operands; returns the new running count of stages.
 
     asked: barrier of the dispatcher, which is told AHEAD steps before the end to fetch the next task: in time for its
     operands, and not long before, for a task that waits behind this one could run elsewhere.
-    rows_there: rows that rows_atom loads, 128, or 64 or FEW_ROWS where the others are padding or another block's
-    (rows_smem then counts such parts of a stage). What a stage holds in their place multiplies into rows of results
-    that nobody reads. half: 1 if they are of the row tile's last 64 rows, else 0.
+    rows_there: rows that rows_atom loads, 128, or 64 or FEW_ROWS where the others are padding (rows_smem then counts
+    such parts of a stage). What a stage holds in their place multiplies into rows of results that nobody reads.
     pair: see `load_weights`.
     """
     for step in range(depth):
@@ -83,9 +89,8 @@ def load_product(
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + TILE_COLUMNS) * LINE_BYTES)
+        arrive_lanes(k, full + stage)
         place = stage * (TILE_ROWS // rows_there)
-        if cutlass.const_expr(k.paired and rows_there < TILE_ROWS):
-            place += half * (TILE_ROWS // 2 // rows_there)
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
         load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
         count += 1
@@ -112,12 +117,9 @@ def load_carrying(
     asked: cute.Pointer,
     few_free: cute.Pointer,
     turn: Int32,
-    rows_there: cutlass.Constexpr,
-    half: Int32,
     pair: tuple,
 ) -> Int32:
-    """As `load_product`, for a full row tile or half of one and CARRIED_ROWS rows of the carried one; returns the new
-    running count.
+    """As `load_product`, for a full row tile and CARRIED_ROWS rows of the carried one; returns the new running count.
 
     The few rows have a ring of their own in the epilogue buffers. It is free only when the consumers are through with
     the task before (few_free, a phase for each such task; turn: how many there were): the first stages get their other
@@ -131,12 +133,10 @@ def load_carrying(
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(
-                full + stage, (rows_there + CARRIED_ROWS + TILE_COLUMNS) * LINE_BYTES
+                full + stage, (TILE_ROWS + CARRIED_ROWS + TILE_COLUMNS) * LINE_BYTES
             )
-        place = stage * (TILE_ROWS // rows_there)
-        if cutlass.const_expr(rows_there < TILE_ROWS):
-            place += half
-        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
+        arrive_lanes(k, full + stage)
+        cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, stage)], tma_bar_ptr=full + stage)
         load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
         if step == STAGES - 1:
             cute.arch.mbarrier_wait(few_free, turn & 1)

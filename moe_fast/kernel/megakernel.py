@@ -3,11 +3,12 @@
 `MegaKernel.__call__` runs on the host: it builds the TMA descriptors and launches one block per SM. `kernel` hands the
 warps their roles:
 
-    warp 0      loader      TMA: token tiles for the gate, then the operands of each task
+    warp 0      loader      TMA: token tiles for the gate, then the operands of each task; rows that stay on their rank
+                            are gathered by asynchronous copies, see `gather`
     warp 1      dispatcher  the next task word
     warp 2      storer      results to memory and home, completion, counters
-    warp 3      spare       pushes rows, then combines tokens whose results are back; in the first blocks Scheduler and
-                            Subscribers (scheduler="spare_warps")
+    warp 3      spare       pushes rows (see `spare`: in which blocks), then combines tokens whose results are back; in
+                            the first blocks Scheduler and Subscribers (scheduler="spare_warps")
     warps 4-11  consumers   gate, send list, first rows, wgmma and epilogue, combine
 
 In a paired kernel blocks 2 i and 2 i + 1 are one processor, see `pairs`.
@@ -40,6 +41,7 @@ from moe_fast.kernel.constants import (
     PlanWord,
 )
 from moe_fast.kernel.consumer import consume
+from moe_fast.kernel.gather import SOURCES
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
 from moe_fast.kernel.pairs import dispatch_pair_words, meet, pass_words_on
@@ -173,6 +175,7 @@ class MegaKernel:
             few_free: cute.struct.MemRange[Int64, int(k.carries)]
             peers: cute.struct.MemRange[Int64, k.ranks]
             slots: cute.struct.MemRange[Int64, k.words]
+            sources: cute.struct.Align[cute.struct.MemRange[Int64, SOURCES if k.gathers else 0], 16]
             pair_full: cute.struct.MemRange[Int64, STAGES if k.paired else 0]
             pair_empty: cute.struct.MemRange[Int64, STAGES if k.paired else 0]
             inbox: cute.struct.MemRange[Int64, 3 if k.paired else 0]
@@ -268,7 +271,7 @@ class MegaKernel:
                 cute.arch.mbarrier_init(asked, 1)
                 if cutlass.const_expr(k.paired):
                     for i in cutlass.range_constexpr(STAGES):
-                        cute.arch.mbarrier_init(s.pair_full.data_ptr() + i, 1)
+                        cute.arch.mbarrier_init(s.pair_full.data_ptr() + i, 1 + 32 * int(k.gathers))
                         cute.arch.mbarrier_init(s.pair_empty.data_ptr() + i, 16)
                     for i in cutlass.range_constexpr(2):
                         cute.arch.mbarrier_init(s.inbox.data_ptr() + 1 + i, 1)
@@ -296,7 +299,6 @@ class MegaKernel:
         sE = cute.make_tensor(cute.recast_ptr(s.sC.data_ptr(), lE.inner), lE.outer)
         sBias = s.sBias.data_ptr()
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
-        height, token_tiles = gate_tiles(a.tokens, processors)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
@@ -306,7 +308,9 @@ class MegaKernel:
                         k, a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst,
                         aSecond, tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following,
                         sE, sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
-                        word_empty, asked, few_free, pair, side, block, processors, height, token_tiles,
+                        word_empty, asked, few_free, pair,
+                        (s.sources.data_ptr(), s.sA.data_ptr(), s.sC.data_ptr()), side, block, processors,
+                        *gate_tiles(a.tokens, processors), lane,
                     )  # fmt: skip
                 elif warp_id == 1:
                     if lane == 0:
@@ -339,7 +343,7 @@ class MegaKernel:
                 k, a, sA, sAh, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
                 few_free, sent, slots, word_full, word_empty, pair, epoch, side, block, blocks, processors,
-                height, token_tiles, thread - 128,
+                *gate_tiles(a.tokens, processors), thread - 128,
             )  # fmt: skip
 
         cute.arch.sync_threads()
@@ -350,4 +354,5 @@ class MegaKernel:
             if fetch_add(a.control, EXITED) == blocks - 1:
                 write(a.control, EXITED, 0)
                 if read(a.control, ABORT, sem="relaxed", scope="gpu") == 0:
-                    write(a.control, EPOCH, epoch + 1)
+                    # read anew, for no role leaves a register to keep it in
+                    write(a.control, EPOCH, read(a.control, EPOCH) + 1)

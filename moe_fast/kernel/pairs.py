@@ -3,15 +3,19 @@
 Blocks 2 i and 2 i + 1 are a cluster. A task is for both: one tile pair (`tile_pairs`), one column tile. Where the pair
 is of one expert each block loads one half of the weights of a step and TMA writes it into both (multicast): 16 KB of
 rows and 16 KB of weights leave the L2 cache for a block and step, instead of 48 KB. Where it is of two experts, each
-block loads its own weights. A second block without rows (a split tile of at most 64) loads its half of the weights and
-computes and stores nothing.
+block loads its own weights. So it does in a wide tile pair, where both blocks have the same row tile: there a task is
+for two column tiles, one for each block, so the later half of the tile pair's tasks have none and are dropped by the
+processor that gets them (`dropped_column`). Of an odd number of column tiles the last leaves the second block without
+one: it keeps step, and computes and stores nothing.
 
 Who waits for whom across the pair, and why that ends:
 
 - Stages. A block's full barrier counts its own loader's arrival and 48 KB (less where rows are padding), whoever loads
-  them. Its empty barrier counts 16 warps, the consumers of both blocks: a loader writes into both blocks' stage n % 4
-  once both have done with step n - 4. Both blocks take the same tasks in the same order, all tasks of one kind have the
-  same depth, and a warp without rows hands the stages back unread, so step n is the same step of the same task in both.
+  them. Where rows may be gathered it counts one arrival more of each of its own loader's lanes, which comes when that
+  lane's copies have; of a step whose rows are gathered the bytes are the weights' 32 KB. Its empty barrier counts 16
+  warps, the consumers of both blocks: a loader writes into both blocks' stage n % 4 once both have done with step
+  n - 4. Both blocks take the same tasks in the same order, all tasks of one kind have the same depth, and a warp
+  without rows hands the stages back unread, so step n is the same step of the same task in both.
   Bytes of the other block may come before the own loader has told how many to expect: its arrival is still missing,
   so the phase can't end. They can't be a phase early, for the other loader waited for this block's consumers, who had
   waited for the phase before.
@@ -49,8 +53,8 @@ from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import next_mail, next_ticket
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Role, read
-from moe_fast.kernel.tile_pairs import FIELDS, SAME_BIT, VOID
-from moe_ref.runtime.encoding import NONE, STOP, pack_task, task_column_tile, task_kind, task_row_tile
+from moe_fast.kernel.tile_pairs import FIELDS, SAME_BIT, VOID, at_least, field_wide
+from moe_ref.runtime.encoding import GEMM0, NONE, STOP, pack_task, task_column_tile, task_kind, task_row_tile
 
 WORD, FULL, FREE = range(3)
 """The inbox: a word in the second block; barriers of its arrival (there) and of its having been read (in the first)."""
@@ -64,16 +68,27 @@ def meet():
     cute.arch.cluster_wait()
 
 
-def pair_words(task, slots, tiles, fields):
+def pair_words(task, slots, tiles, fields, columns):
     """The task words of both blocks, from a task of the pair: Int64s or ints.
 
     slots, tiles, fields: expert slot, place in the buffers and fields of the first and the second member's row tile.
+    columns: column tiles of the task's product. Not for a task that is dropped, see `dropped_column`.
     """
     words = []
     for member in range(2):
-        word = pack_task(task_kind(task), slots[member], tiles[member], task_column_tile(task))
-        words.append(word | ((fields[member] & FIELDS) << FIELDS_SHIFT))
+        wide = field_wide(fields[member])
+        column = task_column_tile(task) * (1 + wide)
+        # of an odd number of columns the second member has no last one
+        void = wide * member * (1 - at_least(columns - column, 2))
+        own = (fields[member] & FIELDS) * (1 - void) + VOID * void
+        word = pack_task(task_kind(task), slots[member], tiles[member], column + wide * member * (1 - void))
+        words.append(word | (own << FIELDS_SHIFT))
     return tuple(words)
+
+
+def dropped_column(column, columns, wide):
+    """1 if a tile pair's task of this number has no column tile left, for both blocks take one at a time; else 0."""
+    return wide * at_least(2 * column, columns)
 
 
 @cute.jit
@@ -104,19 +119,28 @@ def dispatch_pair_words(
         cute.arch.mbarrier_wait(asked, (number & 1) ^ 1)
         word, other = Int64(STOP), Int64(STOP)
         if ok:
-            if cutlass.const_expr(k.scheduler == "tickets"):
-                word = next_ticket(k, a, side, row_tiles)
-            else:
-                word = Int64(NONE)
-                while Int32(task_kind(word)) == NONE:
+            word = Int64(NONE)
+            columns = Int32(k.columns1)
+            while Int32(task_kind(word)) == NONE:
+                if cutlass.const_expr(k.scheduler == "tickets"):
+                    word = next_ticket(k, a, side, row_tiles)
+                else:
                     mails += 1
                     word = next_mail(k, a, side, block // 2, blocks // 2, mails)
+                kind = Int32(task_kind(word))
+                if kind != STOP and kind != NONE:
+                    columns = Int32(k.columns1)
+                    if kind == GEMM0:
+                        columns = Int32(k.columns0)
+                    wide = field_wide(read(a.tile_rows, Int32(task_row_tile(word))))
+                    if dropped_column(Int32(task_column_tile(word)), columns, wide) != 0:
+                        word = Int64(NONE)
             if Int32(task_kind(word)) != STOP:
                 first = Int32(task_row_tile(word))
                 entries = []
                 for table in (a.tile_slot, a.tile_at, a.tile_rows):
                     entries.append((Int64(read(table, first)), Int64(read(table, first + 1))))
-                word, other = pair_words(word, *entries)
+                word, other = pair_words(word, *entries, Int64(columns))
         go = Int32(task_kind(word)) != STOP
         cute.arch.mbarrier_wait(inbox + FREE, (number & 1) ^ 1)
         cute.arch.store_async_dsmem(inbox + WORD, (Int32(other & 0xFFFFFFFF), Int32(other >> 32)), inbox + FULL, 1)

@@ -155,7 +155,7 @@ def make_plan(
     if cutlass.const_expr(k.placed):
         place_replicas(k, a, side, scratch, thread, start)
     else:
-        place_experts(k, a, side, scratch, thread, start, kept)
+        place_experts(k, a, side, scratch, thread, start, kept, status)
 
 
 @cute.jit
@@ -185,11 +185,11 @@ def place_replicas(
 @cute.jit
 def place_experts(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32, start: Int32,
-    mine: Int32,
+    mine: Int32, known: Int32,
 ):  # fmt: skip
     """The planner's second half, experts in blocks: where every expert begins in its owner's tiles and in my send list.
 
-    start, mine: of thread e, my routes to experts before e and to e.
+    start, mine: of thread e, my routes to experts before e and to e. known: this rank's status.
     """
     counts = a.heap + a.counts_at
     stride = Int32(k.counts_stride)
@@ -198,11 +198,15 @@ def place_experts(
     before = Int32(0)
     owner = Int32(k.ranks)
     status = Int32(0)
-    for p in cutlass.range_constexpr(k.ranks):
+    # of a rank alone they are known already
+    others = k.ranks if k.ranks > 1 else 0
+    if cutlass.const_expr(others == 0):
+        rows, status = mine, known
+    for p in cutlass.range_constexpr(others):
         status = status | read(counts, (side * k.ranks + p) * stride + k.experts)
     if thread < k.experts:
         owner = Int32(k.owner(thread))
-        for p in cutlass.range_constexpr(k.ranks):
+        for p in cutlass.range_constexpr(others):
             count = read(counts, (side * k.ranks + p) * stride + thread)
             rows += count
             if p < a.rank:
@@ -252,7 +256,7 @@ def place_experts(
         cute.arch.store(slot_rows + slot, rows)
         cute.arch.store(slot_tile + slot, tiles_before - first_here)
         if cutlass.const_expr(k.early):
-            # of an expert's rows, those that all warps of this rank send first
+            # of an expert's rows, those that all warps of this rank push first
             earlier = start - cute.arch.load(list_at + a.rank, Int32)
             pushed = min(max(boost_rows(near) - earlier, Int32(0)), mine)
             cute.arch.store(slot_tile + k.slots + slot, before)

@@ -38,7 +38,7 @@ from moe_fast.kernel.signals import (
     side_counters,
     summed_word,
 )
-from moe_fast.kernel.tile_pairs import FIELDS, carried_tile, field_few, field_rows, field_same, field_split
+from moe_fast.kernel.tile_pairs import FIELDS, carried_tile, field_few, field_rows, field_same
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import (
     GEMM0,
@@ -172,8 +172,8 @@ def count_returned(
 
     The fence covers the consumers' stores too: they came before the barrier that this warp waited for. The warp that
     counts the last column tile of a row tile signals every row of it to its home, once: lane l rows l, l + 32, l + 64
-    and l + 96. Both members of a pair count a split tile and the rows that are carried by both: lane 1 counts those,
-    and the last one to do so signals them. Its second fence hands on what the storers of the other column tiles made
+    and l + 96. Carried rows are counted by lane 1, twice a column tile where each member of a pair computes half of it,
+    and signalled by the last one to do so. Its second fence hands on what the storers of the other column tiles made
     visible.
 
     In the wire format "tokens" results stay here: those of another rank's token are counted for whoever sums them.
@@ -193,8 +193,8 @@ def count_returned(
     if cutlass.const_expr(k.carries):
         if lane == 1 and few > 0:
             before = fetch_add(counters, returned_word(k, a, other))
-    of_tile, of_few = k.columns1 * (1 + field_split(fields)), k.columns1 * (1 + field_same(fields))
-    if cute.arch.shuffle_sync(before, 0) == of_tile - 1:
+    of_few = k.columns1 * (1 + field_same(fields))
+    if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
         fence_results(k)
         if not aborted(a):
             for i in cutlass.range_constexpr(4):
@@ -236,8 +236,11 @@ def fence_results(k: KernelShape):
 
 
 @cute.jit
-def release_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row_tiles: Int32):
-    """One thread: a hidden tile is in memory."""
+def release_hidden(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, wide: Int32, row_tiles: Int32
+):
+    """One thread: a hidden tile is in memory. wide: whether its row tile is dealt by two numbers, for which it counts
+    twice."""
     add(side_counters(a, side), done_word(row_tile), 1, "gpu", "release")
     if cutlass.const_expr(k.scheduler != "tickets"):
-        finish_hidden(k, a, side, row_tile, row_tiles)
+        finish_hidden(k, a, side, row_tile, 1 + wide, row_tiles)

@@ -38,7 +38,8 @@ def regions(sizes: dict[str, int]) -> tuple[dict[str, Region], int]:
 def buffer_rows(shape: KernelShape, max_tokens: int) -> int:
     """R = align(min(K, X) * max_tokens * P, T) + X * T: rows of one side of the dispatch buffer.
 
-    In the fixed layout X * C, of one source and one round; see `all_rows`.
+    A row that stays on its rank has a place among them like any other; where the kernel gathers (`KernelShape.gathers`)
+    nobody writes it. In the fixed layout X * C, of one source and one round; see `all_rows`.
     """
     if shape.fixed:
         return shape.slots * shape.slot_capacity(max_tokens)

@@ -157,17 +157,19 @@ def make_ready(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, queue: c
 
 
 @cute.jit
-def finish_hidden(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, row_tiles: Int32):
-    """One thread: a hidden tile is complete, or a member's half of it; the last one of a block makes the block's GEMM1
-    tasks ready."""
+def finish_hidden(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, numbers: Int32, row_tiles: Int32
+):
+    """One thread: a hidden tile is complete; the last one of a block makes the block's GEMM1 tasks ready. numbers: by
+    how many its row tile is dealt, so for how many it counts."""
     counters = side_counters(a, side)
     size = k.block_tiles
     if cutlass.const_expr(k.paired):
         row_tile = dealt_number(read(dealt_at(k, a), row_tile))
     block = row_tile // size
     members = min(row_tiles - block * size, Int32(size))
-    done = fetch_add(counters, COUNTER_WORDS + 3 * dense_tiles(k, a) + block)
-    if done == members * k.columns0 - 1:
+    done = fetch_add(counters, COUNTER_WORDS + 3 * dense_tiles(k, a) + block, numbers)
+    if done == members * k.columns0 - numbers:
         make_ready(k, a, side, 1, block)
 
 

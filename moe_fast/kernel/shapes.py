@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from moe_fast.kernel.constants import (
     HALF_COLUMNS,
     LINE_BYTES,
+    MANY_COLUMNS,
     PACKET_TAIL,
     SCHEDULERS,
     STAGES,
@@ -291,7 +292,7 @@ class KernelShape:
     def block_tiles(self) -> int:
         """Row tiles that become ready together in the modes with a Scheduler: few, so that GEMM1 can begin soon; eight
         where there are many column tiles, for then the blocks under way share no weights, and each reads them anew."""
-        return 8 if self.columns0 > 16 else 2
+        return 8 if self.columns0 > MANY_COLUMNS else 2
 
     def task_rows(self, row_tiles):
         """Tasks in one column of `row_tiles` neighbouring row tiles that are dealt: one for each, or one for two, the
@@ -371,9 +372,21 @@ class KernelShape:
         return self.paired and self.element_size == 2 and min(self.depth0, self.depth1) >= STAGES
 
     @property
+    def gathers(self) -> bool:
+        """Whether rows that stay on their rank are read where the tokens lie instead of being copied, see `gather`, and
+        followers of the wire format "tokens" where their leaders lie. Written for 16-bit layers whose processors are
+        pairs of blocks. Every column tile gathers a row anew, so where there are many a copy costs less."""
+        return self.paired and self.element_size == 2 and self.columns0 <= MANY_COLUMNS
+
+    @property
     def far_unit(self) -> int:
         """entries of the send list that a warp takes together for another rank"""
         return TOKEN_UNIT if self.by_token else UNIT_ROWS
+
+    @property
+    def near_unit(self) -> int:
+        """local rows that a spare warp pushes together: as many as `far_unit`, but UNIT_ROWS where they are copied"""
+        return TOKEN_UNIT if self.by_token and self.gathers else UNIT_ROWS
 
     @property
     def signal_words(self) -> int:

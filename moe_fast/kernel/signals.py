@@ -4,8 +4,10 @@ A wait that runs past its deadline writes who waited for what into the record (p
 flag and goes on as if it had succeeded. Every role looks at the flag, so the whole kernel drains and ends; nothing is
 sent or combined after it. That way no shared-memory pipeline can be left half full.
 
-Ordering: rows arrive by ordinary (generic proxy) stores and are read by TMA (async proxy): acquire, then a proxy fence,
-then the load. Counters of peers are added to at system scope, own ones at GPU scope.
+Ordering: rows arrive by ordinary (generic proxy) stores. Where TMA (async proxy) reads them: acquire, then a proxy
+fence, then the load. Where the loader gathers them, its copies read and write by the generic proxy: acquire, look up
+homes, copy; the proxy fence is the consumers', behind the stage's full barrier. Counters of peers are added to at
+system scope, own ones at GPU scope.
 """
 
 from __future__ import annotations
@@ -314,7 +316,7 @@ def listed_at(a):
 
 
 def leader_at(k, a):
-    """Row from which a row is copied, itself if it comes by itself: [R]."""
+    """Row in which a row's token is sent, itself if it is sent or stays on its rank: [R]."""
     return listed_at(a) + k.ranks * 4
 
 
@@ -363,6 +365,28 @@ EVENTS = 512
 """Events that a track of a block can hold; more are dropped (and counted)."""
 
 
+def track_at(a: Args, block: Int32, track: int) -> Int64:
+    """Address of a track of a block."""
+    return a.trace + Int64(block * len(TRACKS) + track) * ((EVENTS + 1) * 24)
+
+
+@cute.jit
+def hold_start(a: Args, block: Int32, track: cutlass.Constexpr):
+    """One thread: keep the time where the track's next event will be, for what leaves no registers to keep it in."""
+    base = track_at(a, block, track)
+    number = Int32(read(base, 0, Int64))
+    if number < EVENTS:
+        write(base, (number + 1) * 3, cute.arch.globaltimer(), Int64)
+
+
+@cute.jit
+def held_start(a: Args, block: Int32, track: cutlass.Constexpr) -> Int64:
+    """The thread that has called `hold_start`: what it kept, if the track has room for the event."""
+    base = track_at(a, block, track)
+    number = Int32(read(base, 0, Int64))
+    return read(base, (min(number, Int32(EVENTS - 1)) + 1) * 3, Int64)
+
+
 @cute.jit
 def note(a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: Int64):
     """One thread: record that `what` (a task word, or a small negative number for a phase) ran from `start` to now.
@@ -370,7 +394,7 @@ def note(a: Args, block: Int32, track: cutlass.Constexpr, start: Int64, what: In
     A track is EVENTS + 1 triples of int64: (number of events, the SM's clock at the end of the first and of the last
     one that is kept), then (start, end, what), times in ns of globaltimer.
     """
-    base = a.trace + Int64(block * len(TRACKS) + track) * ((EVENTS + 1) * 24)
+    base = track_at(a, block, track)
     number = Int32(read(base, 0, Int64))
     write(base, 0, number + 1, Int64)
     if number < EVENTS:

@@ -1,19 +1,23 @@
-"""The spare warp: Scheduler and Subscribers in the first blocks; elsewhere it pushes rows, then combines early."""
+"""The spare warp: Scheduler and Subscribers in the first blocks; elsewhere it pushes rows, then combines early.
+
+On several ranks, where processors are pairs of blocks, only one spare warp of SENDERS pushes rows. The others combine
+from the start; in the wire format "tokens" they first look after followers, as all do.
+"""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 from moe_fast.kernel.combine import combine_early
-from moe_fast.kernel.constants import PlanWord
+from moe_fast.kernel.constants import SENDERS, PlanWord
 from moe_fast.kernel.dispatch import push_rest, wait_list
 from moe_fast.kernel.gemm import DTYPES
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import schedule
 from moe_fast.kernel.shapes import KernelShape
-from moe_fast.kernel.signals import Args, Phase, Role, mark, now, read, side_counters, write
+from moe_fast.kernel.signals import Args, Phase, Role, held_start, hold_start, note, read, side_counters, write
 from moe_fast.kernel.subscriber import subscribe
 from moe_fast.kernel.tokens import push_tokens
 
@@ -47,18 +51,28 @@ def spare(
                 subscribe(k, a, side, row_tiles, (block - 1) * 32 + lane)
         if pushes:
             wait_list(a, side, processors)
-            start = now(k)
+            if cutlass.const_expr(k.trace):
+                if lane == 0:
+                    hold_start(a, block, 2)
+            sends = Boolean(True)
+            if cutlass.const_expr(k.ranks > 1 and k.paired):
+                sends = block % SENDERS == 0
             if cutlass.const_expr(k.by_token):
-                push_tokens(k, a, side, lane)
-            else:
+                push_tokens(k, a, side, sends, lane)
+            elif sends:
                 push_rest(k, a, side, lane)
-            mark(k, a, block, 2, start, Phase.PUSH, lane == 0)
-            first = block
+            if cutlass.const_expr(k.trace):
+                if lane == 0:
+                    note(a, block, 2, held_start(a, block, 2), Int64(Phase.PUSH))
+            # Numbers of the warps that combine, from the last block on. Were they the blocks' own, combining would
+            # count on in that register, and the compiler keep it in memory throughout the kernel; told before the
+            # pushes, they would take one there.
+            first, stride = processors - 1 - block, processors
             if cutlass.const_expr(k.scheduler == "spare_warps"):
-                first = block - 4
+                stride = processors - 4
             usable = Boolean(True)
             if cutlass.const_expr(k.fixed or k.by_token or k.put):
                 # without a plan nobody has written where results come back
                 usable = read(a.plan, PlanWord.USABLE) != 0
             if usable:
-                combine_early(k, DTYPES[k.dtype], a, side, first, processors - (block - first), over, block, lane)
+                combine_early(k, DTYPES[k.dtype], a, side, first, stride, over, block, lane)

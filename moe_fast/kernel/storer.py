@@ -11,7 +11,7 @@ from moe_fast.kernel.constants import SHARED_SLOT, TILE_ROWS, PlanWord
 from moe_fast.kernel.processor import count_returned, fields_of, member_of, release_hidden, take_word, unpack
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
-from moe_fast.kernel.tile_pairs import field_rows, field_split
+from moe_fast.kernel.tile_pairs import field_rows, field_void, field_wide
 from moe_fast.kernel.transport import count_put
 from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
 
@@ -46,6 +46,8 @@ def store(
                 routed = Int32(task_slot(word)) != SHARED_SLOT
             fields = fields_of(word)
             rows = field_rows(fields)
+            if cutlass.const_expr(k.paired):
+                routed = field_void(fields) == 0
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 if kind == GEMM0:
@@ -58,13 +60,10 @@ def store(
                     for q in cutlass.range_constexpr(2):
                         barrier = q * 2 + c % 2
                         cute.arch.mbarrier_wait(full + barrier, (parity + c // 2) & 1)
-                        # columns beyond D are computed but not stored, nor are 64 rows of padding or of the other
-                        # member of a pair
+                        # columns beyond D are computed but not stored, nor are 64 rows of padding
                         used = routed
                         if cutlass.const_expr(q == 1):
                             used = used and rows > TILE_ROWS // 2
-                        if cutlass.const_expr(k.paired):
-                            used = used and (field_split(fields) == 0 or member_of(block) == q)
                         if used and (whole or column * chunks + c < k.intermediate // k.line):
                             cute.copy(
                                 aOut, sOut[(None, q + 2 * (c % 2))],
@@ -93,8 +92,8 @@ def store(
                 cute.arch.sync_warp()
                 if lane == 0:
                     if routed:
-                        release_hidden(k, a, side, row_tile, read(a.plan, PlanWord.ROW_TILES))
-                    else:
+                        release_hidden(k, a, side, row_tile, field_wide(fields), read(a.plan, PlanWord.ROW_TILES))
+                    elif cutlass.const_expr(not k.paired):
                         add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
                 parity += chunks // 2
             else:
@@ -102,7 +101,11 @@ def store(
                 if cutlass.const_expr(k.put):
                     count_put(k, a, side, row_tile, column, rows, routed, lane)
                 else:
-                    count_returned(k, a, side, row_tile, fields, member_of(block), routed, lane)
+                    if cutlass.const_expr(k.paired):
+                        if routed:
+                            count_returned(k, a, side, row_tile, fields, member_of(block), routed, lane)
+                    else:
+                        count_returned(k, a, side, row_tile, fields, member_of(block), routed, lane)
                 returns += 1
             if cutlass.const_expr(k.trace):
                 if lane == 0:

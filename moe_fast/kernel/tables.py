@@ -25,7 +25,7 @@ from moe_fast.kernel.tile_pairs import (
     dealt_tiles,
     field_few,
     field_rows,
-    field_split,
+    field_wide,
     own_tiles,
     pack_dealt,
     pack_fields,
@@ -155,7 +155,7 @@ def publish_pairs(
                 end = rows
             dealt = number
             for member in cutlass.range_constexpr(2):
-                if member == 0 or field_split(fields) != 0:
+                if member == 0 or field_wide(fields) != 0:
                     write(a.tile_slot, number + member, slot)
                     write(a.tile_rows, number + member, fields | early_bit(k, slot_tile, slot, begun, end))
                     write(a.tile_at, number + member, tile)

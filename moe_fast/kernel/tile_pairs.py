@@ -3,15 +3,16 @@
 An expert's row tiles are taken in twos, so that both blocks of a pair multiply by the same weights:
 
     whole   two row tiles, one for each block
-    split   the last one of an odd number: its first 64 rows for the first block, the others for the second
+    wide    the last one of an odd number, for both blocks: each computes every other column tile of it
     mixed   the only tiles of two experts, one for each block, each with weights of its own: where an expert has one
             tile its weights come from memory, and two streams of them bring as much as one
 
 The last row tile of an expert may hold a handful of rows; a task of its own would stream all of the expert's weights
 for them. Where it holds at most CARRIED_ROWS, and isn't the expert's only one, its rows are computed by the tasks of
-the expert's last tile pair, from the same weights in shared memory: in a whole or a split one half of the columns by
-each block, in a mixed one all of them by the block that has the expert. The carried tile's place in the dispatch
-buffer, its arrival counter and its hidden rows stay what they are; only nobody deals its tasks.
+the expert's last tile pair, from the same weights in shared memory: in a whole one, where both blocks have the same
+weights, half of a column tile by each; in a wide or a mixed one a column tile by the block that has its weights. The
+carried tile's place in the dispatch buffer, its arrival counter and its hidden rows stay what they are; only nobody
+deals its tasks.
 
 Tile pairs have numbers: those of two or more tiles by expert, then the mixed ones. Member m of pair u is dealt as
 2 u + m; by these numbers go `tile_slot`, `tile_rows` (the fields below) and `tile_at`, the member's row tile.
@@ -28,23 +29,24 @@ from moe_ref.layout import ceil_div
 # --- fields: what a block must know of a row tile beside the task; in a task word from FIELDS_SHIFT on ---------------
 #
 #   bit  0        7        8         9              15
-#        | rows-1 | same 1 | split 1 | carried rows 6 | early 1 |
+#        | rows-1 | same 1 | wide 1 | carried rows 6 | early 1, in a task word void 1 |
 
-SAME_BIT, SPLIT_BIT, FEW_SHIFT, EARLY_BIT = 7, 8, 9, 15
+SAME_BIT, WIDE_BIT, FEW_SHIFT, EARLY_BIT = 7, 8, 9, 15
 EARLY = 1 << EARLY_BIT
 """All rows that the tile's tasks need are among the first ones of their own rank."""
 FIELDS = EARLY - 1
-VOID = 1 << SPLIT_BIT
-"""A split tile of one row: nothing for the second member to compute or store."""
+VOID = 1 << EARLY_BIT
+"""In a task word, where EARLY has no place: a block keeps step with the other, but computes and stores nothing."""
 DEALT_BITS = 24
 """Of a number that a row tile is dealt as, in a word of `dealt_at`."""
 SINGLES_SHIFT = 22
 """In the planner's sums over slots: tile pairs below, experts with one tile above."""
 
 
-def pack_fields(rows, same, split, few):
-    """rows: of the row tile, 1 to T. same: whether both members multiply by the same weights. few: carried rows."""
-    return (rows - 1) | (same << SAME_BIT) | (split << SPLIT_BIT) | (few << FEW_SHIFT)
+def pack_fields(rows, same, wide, few):
+    """rows: of the row tile, 1 to T. same: whether both members multiply by the same weights. wide: whether they share
+    a row tile. few: carried rows."""
+    return (rows - 1) | (same << SAME_BIT) | (wide << WIDE_BIT) | (few << FEW_SHIFT)
 
 
 def field_rows(fields):
@@ -57,9 +59,14 @@ def field_same(fields):
     return (fields >> SAME_BIT) & 1
 
 
-def field_split(fields):
-    """1 if each member has 64 rows of the tile, else 0."""
-    return (fields >> SPLIT_BIT) & 1
+def field_wide(fields):
+    """1 if each member has every other column tile of one row tile, else 0."""
+    return (fields >> WIDE_BIT) & 1
+
+
+def field_void(fields):
+    """1 if there is nothing to compute, else 0."""
+    return (fields >> EARLY_BIT) & 1
 
 
 def field_few(fields):
@@ -70,8 +77,7 @@ def field_few(fields):
 def carried_tile(fields, member, tile):
     """Row tile of the rows that go along with a member's tile `tile`; `tile` itself where there are none."""
     some = at_least(field_few(fields), 1)
-    whole = field_same(fields) & (1 - field_split(fields))
-    return tile + some * (1 + whole * (1 - member))
+    return tile + some * (1 + field_same(fields) * (1 - member))
 
 
 def pack_dealt(number, rows):
@@ -125,22 +131,22 @@ def place_tile(tile, rows, before, total, carries: bool):
     """(first number that the expert's row tile `tile` is dealt as, its fields).
 
     rows: the expert's; before, total: sums of `count_pairs` over the slots before the expert's, and over all. The
-    second member of a split tile has the next number and the same fields. Not for a carried tile.
+    second member of a wide tile has the next number and the same fields. Not for a carried tile.
     """
     tiles, few = own_tiles(rows, carries), carried_rows(rows, carries)
     mask = (1 << SINGLES_SHIFT) - 1
     single = 1 - at_least(tiles, 2)
     place = before >> SINGLES_SHIFT
     last = tiles - 1
-    # the expert's last tile is split where it has no neighbour: neither one of its own, nor another expert's only one
+    # the expert's last tile is wide where it has no neighbour: neither one of its own, nor another expert's only one
     lone = single & at_least(place + 1 - (total >> SINGLES_SHIFT), 0) & (1 - (place & 1))
     odd = (1 - single) & (tiles & 1) & (1 - at_least(last - tile, 1))
-    split = lone | odd
+    wide = lone | odd
     several = 2 * (before & mask) + tile
     number = several * (1 - single) + (2 * (total & mask) + place) * single
-    same = 1 - (single & (1 - lone))
+    same = (1 - single) & (1 - odd)
     with_last = 1 - at_least(last // 2 - tile // 2, 1)
     left = rows - tile * TILE_ROWS
     full = at_least(left, TILE_ROWS)
     filled = TILE_ROWS * full + left * (1 - full)
-    return number, pack_fields(filled, same, split, few * with_last)
+    return number, pack_fields(filled, same, wide, few * with_last)

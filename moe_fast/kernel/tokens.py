@@ -5,8 +5,9 @@ The oracle is `moe_ref.wire`. What differs from "routes", all of it at compile t
 * The send list is the same, but of a token's routes to another rank only the first, the leader, is sent, to the row
   that it has there anyway. Beside the list every rank writes to its peers where their rows are to come from
   (`leader` of a row), and of each token its K rows there, its weights and how many of them there are.
-* The receiver's spare warps copy the followers from their leaders' rows, tile by tile, and count them into the tiles'
-  arrival counters; the peer counts the leaders. So nobody else sees a difference: a tile is there when its rows are.
+* The receiver's spare warps count the followers, tile by tile, into the tiles' arrival counters once their leaders are
+  there; the peer counts the leaders. So a tile is there when its rows are. Its tasks read a follower from its leader's
+  row (`gather`); kernels that don't gather copy it to its own before they count it, and nobody else sees a difference.
 * Results stay on the rank that computed them, in `results`, at the row of their tile. A token of another rank whose
   results are all there is summed, in k order in fp32, rounded once, stored at home and counted there: by spare warps
   while products run, by all consumer warps at the end. Home adds one partial of each other rank to its own, in rank
@@ -36,7 +37,7 @@ from moe_fast.kernel.constants import (
     Counter,
     PlanWord,
 )
-from moe_fast.kernel.dispatch import copy_pair, next_far, next_unit, push_near, units_here
+from moe_fast.kernel.dispatch import copy_pair, near_follows, next_far, next_unit, push_near, units_here
 from moe_fast.kernel.scans import CONSUMERS, sync_consumers
 from moe_fast.kernel.send_list import keep_within, place_of, starts_of
 from moe_fast.kernel.shapes import KernelShape
@@ -132,7 +133,7 @@ def list_tokens(
                     lead = cute.arch.load(rows + other, Int32)
             entry = first + r
             if rank == a.rank:
-                # rows that stay here are all copied from the tokens
+                # rows that stay here are all read, or copied, from the tokens
                 lead = row
                 where = row
             else:
@@ -312,27 +313,30 @@ def rows_of_tile(k, a, tile):
 
 
 @cute.jit
-def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: Int32):
+def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, sends: Boolean, lane: Int32):
     """A spare warp: leaders to all peers in turn, local rows, and followers whose leaders are here, until none is left.
 
-    Followers are taken 32 rows of a tile at a time, in the order of the tiles.
+    sends: whether leaders and local rows are this warp's affair, too; followers are every spare warp's. They are taken
+    32 rows of a tile at a time, in the order of the tiles.
     """
     # How many there are is read anew for every unit, beside its claim: kept over the copies it would not fit into the
     # registers.
-    begun, units = units_here(a)
-    near = Boolean(units > begun)
-    far = Boolean(read(a.plan, PlanWord.FAR_UNITS) > 0)
+    begun, units = units_here(k, a)
+    near = Boolean(sends and units > begun)
+    far = Boolean(sends and read(a.plan, PlanWord.FAR_UNITS) > 0)
     own = Boolean(read(a.plan, held_tiles(k)) > 0)
     told, pending = Boolean(False), Boolean(False)
     row, lead = Int32(0), Int32(0)
     rows = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
     while near or far or own or pending:
+        follows = Boolean(True)
         if far:
             far, destination, number = next_far(k, a, side, read(a.plan, PlanWord.FAR_UNITS), lane)
             if far:
+                follows = near_follows(k, a, destination, number)
                 push_leaders(k, a, side, destination, number, lane)
-        if near:
-            near = push_near(k, a, side, *units_here(a), lane)
+        if near and follows:
+            near = push_near(k, a, side, *units_here(k, a), lane)
         busy = near or far
         if not told:
             told = all_listed(k, a, lane)
@@ -364,7 +368,8 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, lane: I
                 own = Boolean(False)
                 pending = Boolean(False)
             elif cute.arch.vote_all_sync(here):
-                copy_marked(k, rows + Int64(lead) * k.row_pitch, rows + Int64(row) * k.row_pitch, lead != row, lane)
+                if cutlass.const_expr(not k.gathers):
+                    copy_marked(k, rows + Int64(lead) * k.row_pitch, rows + Int64(row) * k.row_pitch, lead != row, lane)
                 cute.arch.sync_warp()
                 cute.arch.fence_acq_rel_gpu()
                 cute.arch.sync_warp()
