@@ -75,6 +75,9 @@ VARIANTS = {
     "tf32": (MoEConfig(2048, 768, 128, 8), 1, "spare_warps"),
     "pairs": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 2, "spare_warps", {"paired": True}),
     "pairs, paper": (PAPER, 1, "tickets", {"paired": True}),
+    "paper, tickets": (PAPER, 2, "tickets"),
+    "many columns": (MoEConfig(4096, 14336, 8, 2, dtype="bfloat16"), 1, "spare_warps"),
+    "traced": (MoEConfig(2048, 768, 128, 8, dtype="bfloat16"), 2, "spare_warps", {"trace": True}),
     "tf32, everything": (
         MoEConfig(
             512, 256, 60, 6, "gelu", gated=False, expert_bias=True, router_bias=True, num_groups=4, top_groups=2,

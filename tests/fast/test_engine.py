@@ -12,6 +12,7 @@ from moe_fast.backend import FusedBackend
 from moe_fast.buffers import Readback
 from moe_fast.engine import Engine
 from moe_fast.heap import Heap
+from moe_fast.kernel.constants import HOME_BITS
 from moe_fast.kernel.regions import heap_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.memory import Memory
@@ -89,7 +90,20 @@ def left_by_tokens(rank: int, want: Record, tokens_P: list[int]) -> Engine:
     owner_SK = torch.where(ids_SK >= 0, ids_SK // 2, -1)
     own("where")[: tokens * 4] = torch.where(owner_SK == rank, 0, -2 - owner_SK).masked_fill(ids_SK < 0, -1).flatten()
     held = torch.from_numpy(want.layout.held_rows(rank))
-    heap("rows", torch.bfloat16).view(2, -1, 128)[side][held] = want.rows_NH[rank]
+    # a row that stayed is read where its token lies, one that follows another of its token from that one's place
+    rows_RH, home_R = heap("rows", torch.bfloat16).view(2, -1, 128)[side], heap("home").view(2, -1)[side]
+    lead_R = heap("wire")[engine.memory.rows + 3 :][: engine.memory.rows]
+    leaders: dict[tuple[int, int], int] = {}
+    routes = [
+        (source, int(route))
+        for expert in (2 * rank, 2 * rank + 1)
+        for source in range(3)
+        for route in (want.routing[source].expert_SK.flatten() == expert).nonzero().flatten()
+    ]
+    for row, (source, route), value in zip(held.tolist(), routes, want.rows_NH[rank], strict=True):
+        home_R[row] = (source << HOME_BITS) | route
+        lead_R[row] = row if source == rank else leaders.setdefault((source, route // 4), row)
+        rows_RH[row] = value if source != rank and lead_R[row] == row else float("nan")
     heap("results", torch.bfloat16).view(-1, 128)[held] = want.output_NH[rank]
     own("hidden", torch.bfloat16).view(-1, 64)[held] = want.hidden_ND[rank]
     partial_SPH = want.partial_NH[rank].view(tokens, 3, 128)
@@ -121,7 +135,7 @@ def test_what_a_call_by_tokens_leaves_behind(ranks: list[int]) -> None:
         want = layer._backend.forward(layer, xs, routings, keep=True)
     got = Record()
     engines = [left_by_tokens(rank, want, sizes) for rank in ranks]
-    fill_record(got, engines, layer, [sizes[rank] for rank in ranks], None, buffers=True)
+    fill_record(got, engines, layer, [sizes[rank] for rank in ranks], None, [xs[rank] for rank in ranks])
     for name in ("rows_NH", "hidden_ND", "output_NH", "partial_NH"):
         assert len(getattr(got, name)) == len(ranks), name
         for one, rank in zip(getattr(got, name), ranks, strict=True):

@@ -243,10 +243,11 @@ class Rank:
         return kernel_function("send_list", "place_of", read=self.a.read)
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize(("tokens", "top_k"), CALLS)
-def test_every_route_gets_its_place_in_the_send_list(tokens, top_k):
+def test_every_route_gets_its_place_in_the_send_list(tokens, top_k, gathers):
     """Where a stable sort by expert puts it; every token waits for its rows; and where each block has one tile, its
-    threads push the first local rows of it, each once."""
+    threads push the first local rows of it, each once: copied only where no loader reads them from the tokens."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not installed")
     from moe_fast.kernel import send_list
 
@@ -297,6 +298,7 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k):
     here = types.SimpleNamespace(
         **{**vars(a), "x": 0, "heap": 0, "rows_at": 1 << 30, "home_at": a.home, "arrived_at": 0}
     )
+    k = types.SimpleNamespace(**{**vars(k), "gathers": gathers})
     for tile in range(tiles):
         one_block = Block()
 
@@ -317,7 +319,7 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k):
         (route // top_k * 1024, (1 << 30) + (SIDE * a.rows + row) * 1024)
         for row, (_, route) in zip(rows, want, strict=True)
     ]
-    assert sorted(copied) == sorted(pairs)
+    assert sorted(copied) == ([] if gathers else sorted(pairs))
     assert homes == {row: route for row, (_, route) in zip(rows, want, strict=True)}
     assert sorted(landed) == sorted(row // TILE_ROWS for row in rows)
 

@@ -689,7 +689,7 @@ def test_a_record_is_fetched_once_and_only_when_it_is_read(launches, monkeypatch
     layer = MoELayer(CONFIG, backend="fused")
     filled = []
 
-    def fill(record, used, of, counts, plan, buffers) -> None:
+    def fill(record, used, of, counts, plan, x_SH) -> None:
         filled.extend(counts)
         record.counts_PE, record.routing = np.array([[1]]), [None]
 

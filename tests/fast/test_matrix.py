@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
 import cases
 from harness import ROUTINGS
+from kernel_source import parsed
 
 from moe_fast.kernel import constants, regions
+from moe_fast.kernel.gather import SOURCES
+from moe_fast.kernel.shapes import KernelShape
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -83,6 +88,25 @@ def test_the_kernel_takes_every_shape(ranks):
     assert sum(sorted(sizes)[-6:]) < cases.heap_bytes(ranks) * 2 // 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gathered_rows_meet_all_that_they_can_be(ranks):
+    """Few of the matrix's shapes gather, so others meet every S: either scheduler, replicas, a capacity, carried rows
+    together with an odd number of column tiles; and in the other wire format carried rows."""
+    found = [shape for shape in (case.shape(ranks) for case in cases.SWEPT_PAIRS) if shape.gathers]
+    assert {shape.scheduler for shape in found} == {"spare_warps", "tickets"}
+    assert {shape.carries for shape in found} == {shape.drops for shape in found} == {True, False}
+    assert {shape.replicas > 1 for shape in found} == {False, ranks > 1}
+    assert any(k.carries and k.columns0 % 2 == k.columns1 % 2 == 1 < min(k.columns0, k.columns1) for k in found)
+    # the sweep's second rank has another S
+    assert 0 in cases.TOKENS
+    if ranks > 1:
+        by_token = cases.CARRIED_TOKENS.shape(ranks)
+        assert by_token.by_token
+        assert by_token.gathers
+        assert by_token.carries
+        assert by_token in {case.shape(ranks) for case in cases.WIRE}
+
+
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_scenario_has_kernels_on_more_ranks(ranks):
     """All of them can be compiled ahead of time; every expert has a rank and every rank an expert."""
@@ -98,3 +122,44 @@ def test_every_scenario_has_kernels_on_more_ranks(ranks):
 def test_every_size_meets_every_routing():
     met = {(case.tokens[0], case.routing) for n in range(len(cases.SHAPES)) for case in cases.cases_of(n)}
     assert met == set(itertools.product(cases.TOKENS, ROUTINGS))
+
+
+def shared_bytes(shape: KernelShape) -> int:
+    """Bytes of the kernel's shared memory, by its own list of what is in there."""
+    names = types.SimpleNamespace
+    operand = names(size=shape.element_size)
+
+    class Range:
+        def __class_getitem__(cls, given):
+            kind, count = given
+            return kind.size, kind.size * count
+
+    class Align:
+        def __class_getitem__(cls, given):
+            (_, size), align = given
+            return align, size
+
+    space = {
+        "cute": names(struct=names(MemRange=Range, Align=Align), cosize=lambda elements: elements),
+        "Int64": names(size=8), "dtype": operand, "operand": operand, "k": shape, "STAGES": constants.STAGES,
+        "SOURCES": SOURCES, "TILE_COLUMNS": constants.TILE_COLUMNS,
+        "lA": constants.TILE_ROWS * shape.line * constants.STAGES,
+        "lB": constants.TILE_COLUMNS * shape.line * constants.STAGES, "lC": constants.TILE_ROWS * shape.line * 2,
+    }  # fmt: skip
+    (found,) = (n for n in ast.walk(parsed("megakernel")) if isinstance(n, ast.ClassDef) and n.name == "Shared")
+    at = 0
+    for one in found.body:
+        assert isinstance(one, ast.AnnAssign)
+        align, size = eval(ast.unparse(one.annotation), space)
+        at = -(-at // align) * align + size
+    return at
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_every_variant_fits_into_shared_memory(ranks):
+    """227 KB of an SM's for one block, of which stages and epilogue buffers are 224."""
+    shapes = cases.all_shapes(ranks)
+    sizes = {shape: shared_bytes(shape) for shape in shapes}
+    assert max(sizes.values()) <= 227 * 1024
+    assert min(sizes.values()) > 224 * 1024
+    assert {shape.gathers for shape in shapes} == {True, False}

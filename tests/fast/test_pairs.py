@@ -19,7 +19,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra [fused]) is not insta
 from moe_fast.blocks import whole_pairs
 from moe_fast.kernel.constants import FIELDS_SHIFT, STAGES
 from moe_fast.kernel.limits import unsupported_pairs
-from moe_fast.kernel.pairs import pair_words
+from moe_fast.kernel.pairs import dropped_column, pair_words
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.tile_pairs import (
     EARLY,
@@ -28,7 +28,8 @@ from moe_fast.kernel.tile_pairs import (
     field_few,
     field_rows,
     field_same,
-    field_split,
+    field_void,
+    field_wide,
     pack_fields,
 )
 from moe_ref.config import MoEConfig
@@ -37,14 +38,15 @@ from moe_ref.runtime.encoding import GEMM1, STOP, pack_task, task_column_tile, t
 
 CONFIG = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
 WORDS = 3
+LANES = 32
 
 
 @pytest.mark.parametrize("slots", [(5, 5), (5, 6), (6, 5), (0, 4094), (4094, 0)])
 @pytest.mark.parametrize("tiles", [(1003, 2000), (12, 12), (0, (1 << 22) - 1)])
 def test_each_block_gets_its_own_tile_and_fields(slots, tiles):
     """Whether a tile's rows are early is nothing for the blocks."""
-    fields = pack_fields(128, 1, 0, 32), pack_fields(1, 0, 1, 0)
-    words = pair_words(pack_task(GEMM1, 0, 1000, 7), slots, tiles, (fields[0] | EARLY, fields[1]))
+    fields = pack_fields(128, 1, 0, 32), pack_fields(1, 0, 0, 0)
+    words = pair_words(pack_task(GEMM1, 0, 1000, 7), slots, tiles, (fields[0] | EARLY, fields[1]), 8)
     for member, word in enumerate(words):
         assert 0 <= word < 1 << 63
         assert (task_kind(word), task_slot(word)) == (GEMM1, slots[member])
@@ -52,12 +54,39 @@ def test_each_block_gets_its_own_tile_and_fields(slots, tiles):
         assert word >> FIELDS_SHIFT == fields[member]
 
 
+@pytest.mark.parametrize("columns", range(1, 34))
+@pytest.mark.parametrize("early", [0, EARLY])
+def test_the_blocks_of_a_wide_tile_share_its_columns(columns, early):
+    """Every column tile is one block's, the first block is never without one, and neighbours are computed together.
+    Nothing to compute is only the second block's, in the last task, and only where the columns are odd."""
+    fields = pack_fields(77, 0, 1, 20)
+    found = []
+    for task in range(columns):
+        if dropped_column(task, columns, 1):
+            continue
+        words = pair_words(pack_task(GEMM1, 0, 6, task), (5, 5), (9, 9), (fields | early, fields | early), columns)
+        for member, word in enumerate(words):
+            assert (task_kind(word), task_slot(word), task_row_tile(word)) == (GEMM1, 5, 9)
+            own = word >> FIELDS_SHIFT
+            if field_void(own):
+                # it reads weights and rows that are there, and carries nothing
+                assert (member, columns % 2, task) == (1, 1, columns // 2)
+                assert task_column_tile(word) < columns
+                assert (field_same(own), field_few(own)) == (0, 0)
+            else:
+                assert own == fields
+                assert task_column_tile(word) == 2 * task + member
+                found.append(task_column_tile(word))
+    assert found == list(range(columns))
+    assert not any(dropped_column(task, columns, 0) for task in range(columns))
+
+
 @pytest.mark.parametrize("same", [0, 1])
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, member):
     """What the second block's dispatcher makes of its words when it has given up waiting for the plan."""
     fields = pack_fields(100, same, 0, 20)
-    word = pair_words(pack_task(GEMM1, 0, 1000, 7), (5, 5), (10, 11), (fields, fields))[member]
+    word = pair_words(pack_task(GEMM1, 0, 1000, 7), (5, 5), (10, 11), (fields, fields), 8)[member]
     taken, given = [], [word, STOP]
     arch = types.SimpleNamespace(
         mbarrier_arrive_and_expect_tx=lambda at, size: None, mbarrier_wait=lambda at, parity: None,
@@ -76,7 +105,8 @@ def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, mem
     mask = (1 << FIELDS_SHIFT) - 1
     assert found & mask == word & mask
     fields = found >> FIELDS_SHIFT
-    assert (field_rows(fields), field_same(fields), field_split(fields), field_few(fields)) == (1, same, 1, 0)
+    assert (field_void(fields), field_rows(fields), field_same(fields), field_few(fields)) == (1, 1, same, 0)
+    assert field_wide(fields) == 0
 
 
 @pytest.mark.parametrize(
@@ -144,8 +174,8 @@ class Barrier:
 class Block:
     """Barriers and stages of one block; a stage holds what (task, step) its rows and both halves of weights are of."""
 
-    def __init__(self, releases: int) -> None:
-        self.full = [Barrier(1) for _ in range(STAGES)]
+    def __init__(self, releases: int, gathers: bool) -> None:
+        self.full = [Barrier(1 + LANES * gathers) for _ in range(STAGES)]
         self.empty = [Barrier(releases) for _ in range(STAGES)]
         self.word_full = [Barrier(1) for _ in range(WORDS)]
         self.word_empty = [Barrier(4) for _ in range(WORDS)]
@@ -162,11 +192,17 @@ class Block:
 
 class Pair:
     """Both blocks' roles over a list of tasks, STOP at the end: (steps, whether both multiply by the same weights, the
-    warpgroups of each block that multiply, whether each block carries rows, tasks that have to be stored before)."""
+    warpgroups of each block that multiply, whether each block carries rows, tasks that have to be stored before).
 
-    def __init__(self, seed: int, tasks: list, releases: int) -> None:
-        self.random, self.tasks, self.blocks = random.Random(seed), tasks, [Block(releases), Block(releases)]
+    gathers: whether the loaders copy some tasks' rows themselves, whose lanes arrive at the stages' barriers.
+    """
+
+    def __init__(self, seed: int, tasks: list, releases: int, gathers: bool = False) -> None:
+        self.random, self.tasks, self.gathers = random.Random(seed), tasks, gathers
+        self.blocks = [Block(releases, gathers), Block(releases, gathers)]
         self.coming: list = []
+        # of each loader, all that its lanes have begun to copy
+        self.begun: tuple[list, list] = ([], [])
         self.roles = [self.fetch(), self.hand_on()]
         for m in (0, 1):
             self.roles += [self.load(m), self.consume(m, 0), self.consume(m, 1), self.store(m)]
@@ -210,6 +246,24 @@ class Pair:
         block.stages[stage][part] = what
         block.full[stage].come(0, -size)
 
+    def copy(self, m: int, land) -> None:
+        """The lanes of a loader copy: that comes at any time."""
+        left = [land]
+        self.begun[m].append(left)
+        self.coming.append(lambda: left and left.pop()())
+
+    def arrive_copied(self, m: int, stage: int) -> None:
+        """They arrive once all that they have begun to copy is there."""
+        before = list(self.begun[m])
+
+        def arrive():
+            for left in before:
+                if left:
+                    left.pop()()
+            self.blocks[m].full[stage].come(LANES)
+
+        self.coming.append(arrive)
+
     def load(self, m: int):
         block, count, turn = self.blocks[m], 0, 0
         for number in itertools.count():
@@ -217,6 +271,7 @@ class Pair:
             if task is None:
                 return
             depth, same, _, few, needs = task
+            gathered = self.gathers and self.random.random() < 0.7
             # what a second product reads, the storers have stored; here at least this pair's
             yield lambda need=needs: all(b.stored >= need for b in self.blocks)
             for step in range(depth):
@@ -224,9 +279,15 @@ class Pair:
                 if step == max(depth - 2, 0):
                     block.asked.come(1)
                 yield lambda s=stage, c=count: block.empty[s].over(((c // STAGES) & 1) ^ 1)
-                block.full[stage].come(1, 52 if few[m] else 48)
                 what = (number, step)
-                self.coming.append(lambda s=stage, w=what: self.land(m, s, 0, w, 16))
+                block.full[stage].come(1, 32 if gathered else 52 if few[m] else 48)
+                if gathered:
+                    self.copy(m, lambda s=stage, w=what: self.land(m, s, 0, w, 0))
+                    if not few[m]:
+                        self.arrive_copied(m, stage)
+                else:
+                    block.full[stage].come(LANES * self.gathers)
+                    self.coming.append(lambda s=stage, w=what: self.land(m, s, 0, w, 16))
                 for half in (0, 1):
                     for target in (0, 1) if same else (m,):
                         if not same or half == m:
@@ -234,19 +295,23 @@ class Pair:
                 if few[m] and step == STAGES - 1:
                     yield lambda t=turn: block.few_free.over(t & 1)
                     for early in range(STAGES - 1):
-                        self.ask_few(m, (count - (STAGES - 1 - early)) % STAGES, (number, early))
+                        self.ask_few(m, (count - (STAGES - 1 - early)) % STAGES, (number, early), gathered)
                 if few[m] and step >= STAGES - 1:
-                    self.ask_few(m, stage, what)
+                    self.ask_few(m, stage, what, gathered)
                 count += 1
             turn += few[m]
 
-    def ask_few(self, m: int, stage: int, what) -> None:
+    def ask_few(self, m: int, stage: int, what, gathered: bool) -> None:
         def land():
             assert self.blocks[m].readers[stage] == 0, "carried rows were written while they were read"
             self.blocks[m].few[stage] = what
-            self.blocks[m].full[stage].come(0, -4)
+            self.blocks[m].full[stage].come(0, 0 if gathered else -4)
 
-        self.coming.append(land)
+        if gathered:
+            self.copy(m, land)
+            self.arrive_copied(m, stage)
+        else:
+            self.coming.append(land)
 
     def consume(self, m: int, group: int):
         block, count = self.blocks[m], 0
@@ -318,31 +383,36 @@ class Pair:
 KINDS = {
     # groups of both blocks that multiply
     "whole": (True, [((0, 1), (0, 1)), ((0, 1), (0,))]),
-    "split": (True, [((0,), (1,)), ((0,), ())]),
+    # the last task of an odd number of columns has none for the second block
+    "wide": (False, [((0, 1), (0, 1)), ((0, 1), ()), ((0,), (0,)), ((0,), ())]),
     "mixed": (False, [((0, 1), (0, 1)), ((0,), (0, 1)), ((0,), (0,))]),
 }
 
 
 def random_tasks(seed: int) -> list:
-    """Tasks of some steps, of whole, split and mixed tile pairs; full tiles may carry rows, in a mixed pair either or
+    """Tasks of some steps, of whole, wide and mixed tile pairs; full tiles may carry rows, in a mixed pair either or
     both; and second products that read what tasks before have stored."""
     choose, tasks = random.Random(seed), []
     for number in range(choose.randrange(12)):
-        same, choices = KINDS[choose.choice(sorted(KINDS))]
+        kind = choose.choice(sorted(KINDS))
+        same, choices = KINDS[kind]
         groups = choose.choice(choices)
         few = tuple(choose.random() < 0.5 for _ in (0, 1)) if groups == choices[0] else (False, False)
-        if same:
+        if kind != "mixed":
             few = few[:1] * 2
+        if groups == ((0, 1), ()):
+            few = (choose.random() < 0.5, False)
         needs = choose.randrange(number + 1) if choose.random() < 0.5 else 0
         depth = choose.choice((STAGES, 5, 7) if any(few) else (1, 2, 3, 7))
         tasks.append((depth, same, groups, few, needs))
     return tasks
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("start", range(0, 200, 50))
-def test_a_pair_comes_to_its_end_in_any_order(start):
+def test_a_pair_comes_to_its_end_in_any_order(start, gathers):
     for seed in range(start, start + 50):
-        pair = Pair(seed, random_tasks(seed), 16)
+        pair = Pair(seed, random_tasks(seed), 16, gathers)
         pair.run()
         tasks = len(pair.tasks)
         assert [(block.computed, block.stored) for block in pair.blocks] == [(2 * tasks, tasks)] * 2

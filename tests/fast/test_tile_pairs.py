@@ -8,7 +8,7 @@ import random
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +19,22 @@ from kernel_source import kernel_function
 
 from moe_fast import compiler
 from moe_fast.kernel import tile_pairs
-from moe_fast.kernel.constants import CARRIED_ROWS, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.constants import CARRIED_ROWS, FIELDS_SHIFT, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
+from moe_fast.kernel.pairs import dropped_column, pair_words
 from moe_fast.kernel.regions import workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.tile_pairs import EARLY, FIELDS
 from moe_ref.config import MoEConfig
 from moe_ref.errors import BackendUnavailable
 from moe_ref.layout import ceil_div
-from moe_ref.runtime.encoding import reached
+from moe_ref.runtime.encoding import GEMM1, pack_task, reached, task_column_tile, task_row_tile, task_slot
 
 QWEN3 = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
 PAPER = MoEConfig(2048, 2048, 128, 2, activation="relu", gated=False, dtype="bfloat16")
 EDGES = [128 * n + rest for n in range(6) for rest in (0, 1, CARRIED_ROWS, CARRIED_ROWS + 1, 64, 65, 127)]
 ROWS = st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 1500)), min_size=1, max_size=40)
 """Rows of the experts of a rank, with every interesting remainder among them."""
+Piece = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Part:
     tile: int
     rows: int
     same: bool
-    split: bool
+    wide: bool
     few: int
     few_tile: int
 
@@ -61,12 +63,14 @@ def deal(rows: list[int], carries: bool) -> list[tuple[Part, Part]]:
             continue
         for i in range(0, len(tiles), 2):
             pair, here = tiles[i : i + 2], few if i + 2 >= len(tiles) else 0
-            parts = [Part(expert, i, n, True, len(pair) == 1, here, len(tiles) if here else i) for i, n in pair]
+            parts = [
+                Part(expert, i, n, len(pair) == 2, len(pair) == 1, here, len(tiles) if here else i) for i, n in pair
+            ]
             found.append((parts[0], parts[-1]))
     for pair in itertools.zip_longest(singles[::2], singles[1::2]):
         if pair[1] is None:
             one = pair[0]
-            alone = Part(one.expert, 0, one.rows, True, True, one.few, one.few_tile)
+            alone = Part(one.expert, 0, one.rows, False, True, one.few, one.few_tile)
             pair = (alone, alone)
         found.append(pair)
     return found
@@ -76,7 +80,7 @@ def part_of(fields: int, member: int, expert: int, tile: int) -> Part:
     """What a block takes from its fields, by the functions that the kernel has for that."""
     return Part(
         expert, tile, tile_pairs.field_rows(fields), bool(tile_pairs.field_same(fields)),
-        bool(tile_pairs.field_split(fields)), tile_pairs.field_few(fields),
+        bool(tile_pairs.field_wide(fields)), tile_pairs.field_few(fields),
         tile_pairs.carried_tile(fields, member, tile),
     )  # fmt: skip
 
@@ -90,12 +94,65 @@ def test_every_number_is_the_tile_that_the_pairs_written_down_have_there(rows, c
         for tile in range(tile_pairs.own_tiles(count, carries)):
             number, fields = tile_pairs.place_tile(tile, count, sums[expert], sums[-1], carries)
             assert 0 <= fields <= FIELDS
-            for member in range(1 + tile_pairs.field_split(fields)):
+            for member in range(1 + tile_pairs.field_wide(fields)):
                 assert number + member not in found, "dealt twice"
                 found[number + member] = part_of(fields, (number + member) % 2, expert, tile)
     want = deal(rows, carries)
     assert tile_pairs.dealt_tiles(sums[-1]) == 2 * len(want)
     assert found == {2 * u + m: part for u, pair in enumerate(want) for m, part in enumerate(pair)}
+
+
+def tasks_of(parts: dict[int, tuple[int, int, int]], columns: int) -> Iterator[tuple[int, int, int, list[Piece]]]:
+    """What the blocks of all pairs compute in one of the products: (member, row tile, fields, pieces) of every task.
+
+    parts: of each number that is dealt, the expert slot, the place in the buffers and the fields of its row tile. A
+    piece is half a column tile of a row: (row tile, row in it, column tile, half).
+    """
+    for first in range(0, len(parts), 2):
+        slots, tiles, fields = zip(parts[first], parts[first + 1], strict=True)
+        assert tile_pairs.field_wide(fields[0]) == tile_pairs.field_wide(fields[1])
+        for task in range(columns):
+            if dropped_column(task, columns, tile_pairs.field_wide(fields[0])):
+                continue
+            words = pair_words(pack_task(GEMM1, 0, first, task), slots, tiles, fields, columns)
+            for member, word in enumerate(words):
+                own, tile, column = word >> FIELDS_SHIFT, tiles[member], task_column_tile(word)
+                # weights and rows are loaded even where nothing is computed
+                assert (task_slot(word), task_row_tile(word)) == (slots[member], tile)
+                assert 0 <= column < columns
+                pieces = []
+                if not tile_pairs.field_void(own):
+                    pieces = [(tile, row, column, half) for row in range(tile_pairs.field_rows(own)) for half in (0, 1)]
+                    few = tile_pairs.carried_tile(own, member, tile)
+                    # of two blocks that have the same weights each takes half of the columns
+                    halves = (member,) if tile_pairs.field_same(own) else (0, 1)
+                    carried = range(tile_pairs.field_few(own))
+                    pieces += [(few, row, column, half) for row in carried for half in halves]
+                yield member, tile, own, pieces
+
+
+def pieces_of(rows: list[int], columns: int) -> set[Piece]:
+    """All that must be computed of experts with so many rows, their row tiles one after the other."""
+    sizes = [min(count - begun, TILE_ROWS) for count in rows for begun in range(0, count, TILE_ROWS)]
+    return {
+        (t, r, c, half) for t, size in enumerate(sizes) for r in range(size) for c in range(columns) for half in (0, 1)
+    }
+
+
+@given(st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 700)), min_size=1, max_size=8), st.booleans(),
+       st.integers(1, 7))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_every_column_of_every_row_is_computed_once(rows, carries, columns):
+    sums = list(itertools.accumulate((tile_pairs.count_pairs(count, carries) for count in rows), initial=0))
+    begun = list(itertools.accumulate((ceil_div(count, TILE_ROWS) for count in rows), initial=0))
+    parts = {}
+    for expert, count in enumerate(rows):
+        for tile in range(tile_pairs.own_tiles(count, carries)):
+            number, fields = tile_pairs.place_tile(tile, count, sums[expert], sums[-1], carries)
+            for member in range(1 + tile_pairs.field_wide(fields)):
+                parts[number + member] = expert, begun[expert] + tile, fields
+    found = Counter(piece for *_, pieces in tasks_of(parts, columns) for piece in pieces)
+    assert found == dict.fromkeys(pieces_of(rows, columns), 1)
 
 
 @pytest.mark.parametrize("rows", [*range(1, 600), 16384, 16385, 16400, 16401])
@@ -109,14 +166,15 @@ def test_each_row_of_an_expert_has_tasks_of_its_own_or_is_carried(rows):
 
 
 @given(st.integers(1, TILE_ROWS), st.integers(0, 1), st.integers(0, 1), st.integers(0, CARRIED_ROWS))
-def test_fields_come_out_as_they_went_in(rows, same, split, few):
-    fields = tile_pairs.pack_fields(rows, same, split, few)
+def test_fields_come_out_as_they_went_in(rows, same, wide, few):
+    fields = tile_pairs.pack_fields(rows, same, wide, few)
     for early in (0, EARLY):
-        read = [getattr(tile_pairs, f"field_{name}")(fields | early) for name in ("rows", "same", "split", "few")]
-        assert read == [rows, same, split, few]
+        read = [getattr(tile_pairs, f"field_{name}")(fields | early) for name in ("rows", "same", "wide", "few")]
+        assert read == [rows, same, wide, few]
     assert fields & ~FIELDS == 0
+    assert not tile_pairs.field_void(fields)
     void = tile_pairs.VOID
-    assert (tile_pairs.field_rows(void), tile_pairs.field_split(void), tile_pairs.field_few(void)) == (1, 1, 0)
+    assert (tile_pairs.field_void(void), tile_pairs.field_wide(void), tile_pairs.field_few(void)) == (1, 0, 0)
 
 
 # --- the planner's tables ---------------------------------------------------------------------------------------------
@@ -208,7 +266,7 @@ def tables(
     for tile in range(len(places)):
         a.words[targets + 4 * tile] = 1000 + tile
     names = {name: getattr(tile_pairs, name) for name in (
-        "EARLY", "count_pairs", "dealt_tiles", "field_few", "field_rows", "field_split", "own_tiles", "pack_dealt",
+        "EARLY", "count_pairs", "dealt_tiles", "field_few", "field_rows", "field_wide", "own_tiles", "pack_dealt",
         "place_tile",
     )}  # fmt: skip
 
@@ -278,7 +336,7 @@ def test_planner_writes_every_entry_once_and_waits_for_every_tile(seed):
     "rows", [[256 + 20], [384 + 20], [140, 130], [140], [512 + 9, 640], [70, 140, 300]], ids=str
 )  # fmt: skip
 def test_a_block_of_tiles_is_ready_with_its_own_and_its_carried_rows(rows, early):
-    """Whole, split and mixed pairs: of the tiles that a block of numbers needs, any may be the last to come."""
+    """Whole, wide and mixed pairs: of the tiles that a block of numbers needs, any may be the last to come."""
     a, places, dealt = tables(rows, [(0, 0)] * len(rows), side=0)
     parts = {number: (at, a.entries("tile_rows")[number]) for number, at in a.entries("tile_at").items()}
     names = {"read": a.read, "carried_tile": tile_pairs.carried_tile, "reached": reached, "EARLY": EARLY}
@@ -359,7 +417,7 @@ def test_a_block_of_tiles_is_ready_at_once_if_all_of_its_rows_are_early():
     for early in (True, False):
         k = types.SimpleNamespace(early=early, paired=True, carries=True, block_tiles=2, signal_words=1)
         ready.append([there(k, a, a.arrived, a.arrived_target, begin, dealt) for begin in range(0, dealt, 2)])
-    # of the second expert's last pair, split, ten rows aren't
+    # of the second expert's last pair, wide, ten rows aren't
     assert ready == [[True, True, False], [False, False, False]]
 
 
@@ -396,7 +454,7 @@ class Storers:
         names |= {"buffer_tile": lambda k, a, tile: tile, "home_of": lambda k, a, side, row: row, "summed_word": None}
         names["signal_row"] = kernel_function("processor", "signal_row", **names)
         names |= {name: getattr(tile_pairs, name) for name in (
-            "carried_tile", "field_few", "field_rows", "field_same", "field_split",
+            "carried_tile", "field_few", "field_rows", "field_same", "field_wide",
         )}  # fmt: skip
         arch = types.SimpleNamespace(sync_warp=lambda: None, shuffle_sync=self.shuffle)
         names |= {
@@ -446,31 +504,65 @@ class Storers:
     [[256 + 32], [384 + 1], [140, 150, 129], [17, 256, 128, 300], [512 + 20], [64], [65, 0, 1024 + 5], [160], [1], []],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("seed", range(3))
-def test_every_row_is_signalled_once_and_after_all_that_compute_it(rows, seed):
+@pytest.mark.parametrize("columns", [1, 3, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_row_is_signalled_once_and_after_all_that_compute_it(rows, columns, seed):
     """Tasks of all pairs, columns and members end in any order; a row is complete with the last column of the last
-    block that computes a part of it."""
-    columns, choose = 3, random.Random(seed)
+    block that computes a part of it. Who has nothing to compute counts nothing, see `storer`."""
+    choose = random.Random(seed)
     a, places, dealt = tables(rows, [(0, 0)] * len(rows)) if rows else (None, [], 0)
-    left: Counter[tuple[int, int]] = Counter()
-    tasks = []
-    for number in range(dealt):
-        tile, fields = (a.entries(name)[number] for name in ("tile_at", "tile_rows"))
-        part = part_of(fields, number % 2, 0, tile)
-        computed = [(tile, row) for row in range(part.rows)] + [(part.few_tile, row) for row in range(part.few)]
-        for column in range(columns):
-            tasks.append((tile, fields & FIELDS, number % 2, computed, column))
-            left.update(computed)
+    tasks = [task for task in tasks_of(parts_of(a, dealt), columns) if task[3]]
+    left = Counter((tile, row) for *_, pieces in tasks for tile, row, *_ in pieces)
     every = {(tile, row) for tile, (e, begun) in enumerate(places) for row in range(min(rows[e] - begun, TILE_ROWS))}
-    assert set(left) == every, "a row that nobody computes, or padding"
+    assert left == dict.fromkeys(every, 2 * columns), "a row that isn't computed, or padding"
     choose.shuffle(tasks)
     storers, signalled = Storers(columns), Counter()
-    for tile, fields, member, computed, _ in tasks:
-        left.subtract(computed)
+    for member, tile, fields, pieces in tasks:
+        left.subtract((tile, row) for tile, row, *_ in pieces)
         found = storers.task(tile, fields, member)
         assert all(left[row] == 0 for row in found), "signalled before it is complete"
         signalled.update(found)
     assert signalled == dict.fromkeys(every, 1)
+
+
+def parts_of(a: Any, dealt: int) -> dict[int, tuple[int, int, int]]:
+    """Slot, place and fields of every number that the planner's tables deal."""
+    names = ("tile_slot", "tile_at", "tile_rows")
+    return {number: tuple(a.entries(name)[number] for name in names) for number in range(dealt)}
+
+
+@pytest.mark.parametrize(
+    "rows", [[256 + 32], [384 + 1], [140, 150, 129], [17, 256, 128, 300], [64], [65, 0, 1029]], ids=str
+)
+@pytest.mark.parametrize("columns", [1, 3, 6])
+@pytest.mark.parametrize("size", [2, 8])
+def test_second_products_are_ready_with_the_last_hidden_tile(rows, columns, size):
+    """Every block of numbers, once: after all hidden tiles of its row tiles, of which a wide one's count twice."""
+    a, _, dealt = tables(rows, [(0, 0)] * len(rows), side=0)
+    parts, counters = parts_of(a, dealt), Counter()
+    ready: list[int] = []
+
+    def fetch_add(base: int, at: int, value: int) -> int:
+        counters[at] += value
+        return counters[at] - value
+
+    finish = kernel_function(
+        "scheduler", "finish_hidden", side_counters=lambda a, side: 0, dealt_number=tile_pairs.dealt_number,
+        dealt_at=lambda k, a: a.dealt, read=a.read, COUNTER_WORDS=0, dense_tiles=lambda k, a: 0, fetch_add=fetch_add,
+        make_ready=lambda k, a, side, queue, block: ready.append(block),
+    )  # fmt: skip
+    k = types.SimpleNamespace(paired=True, block_tiles=size, columns0=columns)
+    tasks = [(tile, fields) for _, tile, fields, pieces in tasks_of(parts, columns) if pieces]
+    numbers = {tile: [n for n, part in parts.items() if part[1] == tile] for tile, _ in tasks}
+    random.Random(columns).shuffle(tasks)
+    left = Counter(numbers[tile][0] // size for tile, _ in tasks)
+    assert all(left.values())
+    for tile, fields in tasks:
+        block = numbers[tile][0] // size
+        left[block] -= 1
+        finish(k, a, 0, tile, 1 + tile_pairs.field_wide(fields), dealt)
+        assert ready.count(block) == (left[block] == 0)
+    assert sorted(ready) == list(range(ceil_div(dealt, size)))
 
 
 # --- values of carried rows -------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import torch
 from moe_fast.bench import contestants, measure
 from moe_fast.doctor import gpu_checks
 from moe_fast.heap import check_version
+from moe_fast.kernel import tile_pairs
 from moe_fast.memory import EVENTS, TRACKS, trace_words
-from moe_fast.timeline import timeline_of
+from moe_fast.timeline import ACTORS, timeline_of
 from moe_ref.errors import BackendUnavailable
 from moe_ref.runtime import encoding as enc
 from moe_ref.runtime.trace import check_trace, chrome_trace
@@ -62,6 +63,18 @@ def test_timeline_counts_work_and_leaves_waiting_out():
 def test_an_event_within_the_timers_tick_does_not_overlap():
     tracks = words(1, [(0, 0, 1_000, 2_048, -1), (0, 0, 2_016, 3_000, -2)])
     assert check_trace(chrome_trace(timeline_of(tracks, 0, 1).intervals)) == 2
+
+
+def test_a_block_that_only_keeps_step_waits():
+    """The last task of a row tile whose odd number of column tiles two blocks share: its word's sign bit is set."""
+    task = enc.pack_task(enc.GEMM1, 3, 9, 2)
+    pair = task | tile_pairs.pack_fields(100, 0, 1, 0) << 48, task | tile_pairs.VOID << 48
+    signed = [word - (word >> 63 << 64) for word in pair]
+    assert signed[0] >= 0 > signed[1]
+    tracks = words(2, [(m, track, 0, 1000, word) for m, word in enumerate(signed) for track in (0, 1, 3, 4)])
+    line = timeline_of(tracks, 0, 2)
+    assert (line.tasks, line.utilisation, line.main_loops) == (1, 0.5, 0.5)
+    assert {interval.actor for interval in line.intervals} == {f"{ACTORS[track]} 0" for track in (0, 1, 3, 4)}
 
 
 def test_events_beyond_a_track_are_counted():

@@ -215,9 +215,14 @@ CARRIED = [replace(SMALL, scheduler=scheduler, tokens=(1100,), routing="remainde
 CARRIED += [
     Case(256, 512, 8, 2, "gelu", False, "float16", (1100,), "remainders"),
     Case(2048, 2048, 8, 2, "relu", False, "bfloat16", (1100,), "remainders", scheduler="spare_warps"),
+    # three column tiles of both products
+    Case(768, 384, 8, 2, "silu", True, "bfloat16", (1100,), "remainders", scheduler="spare_warps"),
 ]
 CARRIED = [replace(case, paired=True) for case in CARRIED if case.scheduler != "os_block"]
 """Row tiles that go along with the tile pair before, and those that just don't: only pairs of blocks carry."""
+CARRIED_TOKENS = replace(WIRE[4], tokens=(1100,), routing="remainders")
+"""The same where followers are gathered from their leaders' rows, one column tile of the first product, two of the
+second."""
 
 TOKEN_TILES = [replace(SMALL, scheduler=scheduler) for scheduler in SCHEDULERS]
 TOKEN_TILES += [QWEN3, FAMILY_SIZES[2], SHARED, LAYOUTS_ALONE[0], LAYOUTS_ALONE[3], WIRE[6]]
@@ -241,6 +246,8 @@ PAIRS = [
     )
 ]  # fmt: skip
 """Processors of two blocks: many row tiles of an expert and few, an odd number of them, products of one step."""
+SWEPT_PAIRS = [*PAIRS, CARRIED[-1]]
+"""Those that meet every S, none on one of two ranks among them: rows that all stay, all come from peers, or both."""
 
 
 PLACES = (

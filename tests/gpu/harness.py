@@ -506,7 +506,8 @@ def compare_case(
     for expert, first_row, hidden_row, sources in segments(case, plan, all_ids, rank, (engine.memory.epoch - 1) & 1):
         rows = torch.cat([inputs.x[p][token] for p, token in sources])
         count = rows.shape[0]
-        wrong = (got.rows_RH[first_row : first_row + count] != rows).any(dim=1).nonzero().flatten()
+        where = torch.arange(first_row, first_row + count, device=rows.device)
+        wrong = (engine.readback.dispatched(got.rows_RH, where, x) != rows).any(dim=1).nonzero().flatten()
         assert not wrong.numel(), where_wrong("rows", expert, first_row, wrong, sources)
         hidden_got.append(got.hidden_RD[hidden_row : hidden_row + count])
         hidden_want.append(ffn_hidden(c, rows, *inputs.expert_weights(expert)[::2]))

@@ -324,6 +324,7 @@ def wire() -> dict:
         raise RuntimeError("several ranks are needed: on one nothing crosses")
     out = sweep(cases.WIRE)
     one = replace(cases.WIRE[0], tokens=(1000, 700))
+    out["carried"] = float(f"{run_case(cases.CARRIED_TOKENS)['y']:.3g}")
     out["repeat"] = repeat_case(cases.WIRE[3])
     out["graph"] = replayed(replace(cases.WIRE[4], tokens=(700, 300)))
     engine, inputs = engine_for(one), make_inputs(one)
@@ -522,9 +523,9 @@ def checked(case: Case, inputs: harness.Inputs) -> torch.Tensor:
 
 
 def pairs() -> dict:
-    """Processors of two blocks: right results, the same bits in any company and as one block each, and an end in time
-    when rows don't come."""
-    out: dict[str, Any] = {}
+    """Processors of two blocks: right results for every S, the same bits in any company and as one block each, and an
+    end in time when rows don't come."""
+    out: dict[str, Any] = sweep(cases.SWEPT_PAIRS)
     for case in cases.PAIRS:
         for routing in ("gate", "zipf", "one_expert", "masked"):
             one = replace(case, routing=routing)
@@ -845,7 +846,8 @@ def large() -> dict:
         hidden = {"hidden": [], "want": []}
         for e in range(c.experts):
             token = (ids == e).any(1).nonzero(as_tuple=True)[0]
-            assert torch.equal(got.rows_RH[first_row : first_row + len(token)], x[token]), f"rows of expert {e}"
+            where = torch.arange(first_row, first_row + len(token), device=x.device)
+            assert torch.equal(engine.readback.dispatched(got.rows_RH, where, x), x[token]), f"rows of expert {e}"
             # the last rows of the expert, and some of every part of the buffer
             at = torch.cat([torch.arange(0, len(token), 997), torch.arange(len(token) - 100, len(token))]).to(x.device)
             hidden["hidden"].append(got.hidden_RD[first_row + at])
