@@ -195,8 +195,10 @@ print("all checks passed")
 # !!! abstract "What the real kernel does instead"
 #     The heap is allocated through NVSHMEM, once ([`moe_fast.heap`][moe_fast.heap]); peers on the same host see it as
 #     mapped memory. A warp copies a row with 16-byte stores to the address that these functions give
-#     (`moe_fast/kernel/dispatch.py`), then adds the number of rows to the arrival counter of the tile. Staging sides
-#     alternate with the call number, which lives in device memory, so a captured CUDA graph can be replayed.
+#     (`moe_fast/kernel/dispatch.py`), then adds the number of rows to the arrival counter of the tile. A row that stays on
+#     its rank keeps its place, but mostly nobody copies it there: its task reads the token itself
+#     ([design](../concepts/design.md#where-a-row-is-read)). Staging sides alternate with the call number, which lives in
+#     device memory, so a captured CUDA graph can be replayed.
 #
 # ## Exercises
 #

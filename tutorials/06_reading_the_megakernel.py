@@ -36,12 +36,12 @@ print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
 
 # %% [markdown]
 # Of 12 warps, eight multiply. The other four keep them busy: one brings operands, one finds the next task, one stores
-# results and tells others, one pushes token rows (or, in a few blocks, schedules). The two warpgroups of consumers never
-# wait on global memory; they wait for a barrier in shared memory that the loader fulfils.
+# results and tells others, one pushes token rows (on several GPUs in every second block; in a few it schedules). The two
+# warpgroups of consumers never wait on global memory; they wait for a barrier in shared memory that the loader fulfils.
 #
 # ```mermaid
 # flowchart LR
-#   d["dispatcher<br/>next task word"] --> l["loader<br/>TMA"]
+#   d["dispatcher<br/>next task word"] --> l["loader<br/>TMA, gathered rows"]
 #   l -- "4 stages in shared memory" --> c["2 x 4 consumer warps<br/>wgmma"]
 #   c -- "epilogue buffers" --> s["storer<br/>TMA store, counters"]
 #   s -- "arrival counters" --> peers["this GPU and peers"]
@@ -52,7 +52,7 @@ print(ast.get_docstring(ast.parse((kernel / "megakernel.py").read_text())))
 #
 # For each step of depth 64 it waits until the stage is empty, announces how many bytes will come, and starts bulk copies:
 # the rows, and the two halves of the weight tile (`load_weights`, [below](#two-blocks-one-load-of-the-weights)). It never
-# sees the data.
+# sees the data. What its lanes arrive for (`arrive_lanes`), comes with [rows that stay](#rows-that-stay).
 
 # %%
 show("loads.py", "load_product")
@@ -93,10 +93,10 @@ for name, size in drawn.items():
 # [lab notes](../lab/megakernel.md#versions) have all of them. That two blocks which wait for each other at every step never
 # wait for ever is argued line by line at the top of [`pairs`][moe_fast.kernel.pairs].
 #
-# An expert with three tiles has one without a partner. It is *split*: 64 rows for each block, which still share the
-# weights. Two experts with one tile each make a *mixed* pair: each block loads its own weights. Which tile comes where is
-# arithmetic over sums of the experts before, without a branch, so the same lines take Python's integers, numpy's, and the
-# GPU's.
+# An expert with three tiles has one without a partner. It is *wide*: both blocks have its 128 rows, and each computes every
+# other column tile of them, with weights of its own. Two experts with one tile each make a *mixed* pair: there, too, each
+# block loads its own weights. Which tile comes where is arithmetic over sums of the experts before, without a branch, so the
+# same lines take Python's integers, numpy's, and the GPU's.
 
 # %%
 show("tile_pairs.py", "count_pairs")
@@ -109,16 +109,16 @@ from moe_fast.kernel import tile_pairs as tp
 
 
 def pairs_of(rows):
-    """Of each tile pair, for both blocks: expert, row tile, rows of it from where to where, carried rows."""
+    """Of each tile pair, for both blocks: expert, row tile, its rows, which column tiles of it, carried rows."""
     sums = list(accumulate((tp.count_pairs(n, True) for n in rows), initial=0))
     dealt = {}
     for expert, n in enumerate(rows):
         for tile in range(tp.own_tiles(n, True)):
             number, fields = tp.place_tile(tile, n, sums[expert], sums[-1], True)
-            filled, split, few = tp.field_rows(fields), tp.field_split(fields), tp.field_few(fields)
-            for member in range(1 + split):
-                span = (64 * member, min(64 + 64 * member, filled)) if split else (0, filled)
-                dealt[number + member] = (expert, tile, *span, few)
+            filled, wide, few = tp.field_rows(fields), tp.field_wide(fields), tp.field_few(fields)
+            for member in range(1 + wide):
+                columns = ("even", "odd")[member] if wide else "all"
+                dealt[number + member] = (expert, tile, filled, columns, few)
     assert sorted(dealt) == list(range(tp.dealt_tiles(sums[-1])))
     return [(dealt[n], dealt[n + 1]) for n in range(0, len(dealt), 2)]
 
@@ -126,14 +126,17 @@ def pairs_of(rows):
 some = [256, 400, 100, 128 + 20]
 print("rows of four experts:", some)
 for number, pair in enumerate(pairs_of(some)):
-    blocks = [f"expert {e}, tile {t}, rows {a:3} to {b:3}, {few:2} carried" for e, t, a, b, few in pair]
+    blocks = [f"expert {e}, tile {t}, {n:3} rows, {which:4} columns, {few:2} carried" for e, t, n, which, few in pair]
     print(f"pair {number}:  " + "   |   ".join(blocks))
 
 # %% [markdown]
-# What a block must know of its part stands in the upper bits of its task word:
+# What a block must know of its part stands in the upper bits of its task word. A task of a wide pair is for two column
+# tiles, so half of its tasks are more than enough; the dispatcher drops the others. Of an odd number of column tiles the
+# second block has no last one: its word is `VOID`, it keeps step, and computes and stores nothing.
 
 # %%
 show("tile_pairs.py", "pack_fields")
+show("pairs.py", "dropped_column")
 show("pairs.py", "pair_words")
 
 # %% [markdown]
@@ -144,8 +147,9 @@ show("pairs.py", "pair_words")
 # whose weights come from memory: 25 µs in the main loop instead of 29.
 #
 # So such rows are *carried*, as in the pairs above: the tile gets no tasks, those of the expert's last tile pair compute
-# its rows, too, from the weights that they have in shared memory. Where both blocks have the weights, each does half of the
-# columns. The tile keeps its place, its arrival counter and its results.
+# its rows, too, from the weights that they have in shared memory. Where both blocks have the same weights, each does half of
+# the columns; else a block does those that it has the weights of. The tile keeps its place, its arrival counter and its
+# results.
 
 # %%
 show("tile_pairs.py", "carried_rows")
@@ -172,6 +176,31 @@ for experts, tokens, top_k in ((8, 4096, 2), (32, 4096, 2), (128, 4096, 8), (128
 # less time: on an H200, by single blocks, the call with 8192 tokens and 128 experts took 8 % less, the one with 32 experts
 # as long as before. A task that carries rows in all of its columns takes 5 to 7 µs longer than a full one, and what it
 # replaces were the shorter ones.
+#
+# ## Rows that stay
+#
+# A rank routes some rows to its own experts, on two GPUs half of them. They need not move at all: the row is a token of x,
+# which lies in this GPU's memory already. But a bulk copy takes a box of rows that are neighbours, and tokens of one expert
+# are strewn over x. So for such rows the loader does by hand what TMA does for a box. Before a task it looks up where each of
+# its rows lies. A row's *home* says that, the word with its source rank and its route to which its result returns, too.
+
+# %%
+show("gather.py", "find_sources")
+
+# %% [markdown]
+# Then each step costs two copies of 16 bytes a lane for every eight rows. They are asynchronous (`cp.async`): no lane waits
+# for them, they pass through no register. They write what TMA would have written, swizzle included, so that the product
+# can't tell the difference. Only the barrier can: it counts one arrival for the bytes of TMA and one for each lane.
+
+# %%
+show("gather.py", "load_gathered")
+show("gemm.py", "see_gathered")
+
+# %% [markdown]
+# Why the consumers need that fence is explained in [memory ordering](../concepts/memory-ordering.md#the-rule), what is saved
+# in [the design](../concepts/design.md#where-a-row-is-read). To *push* such a row is to write its home and to count it. The
+# spare warps are left with the rows for other ranks, and only half of them send: [more bytes under way would not be
+# faster](../concepts/overlap.md#how-much-to-send-at-once).
 #
 # ## The subscribers
 #
@@ -202,7 +231,7 @@ for file in sorted(kernel.glob("*.py")):
 # ## Compile it here
 #
 # The compiler needs no GPU. What it makes can be taken apart: `HGMMA` is wgmma, `UTMALDG` and `UTMASTG` are TMA loads and
-# stores, `LDL` and `STL` would be spilled registers.
+# stores, `LDGSTS` the copies of gathered rows, `LDL` and `STL` would be spilled registers.
 
 # %%
 import importlib.util
@@ -240,7 +269,7 @@ else:
     found, listing = recorded["kernels"][0], []
     print(f"recorded on {recorded['date'][:10]} by {recorded['command']!r}; pip install -e '.[fused]' to compile here:")
 print(found)
-kinds = Counter(re.findall(r"(?:HGMMA|UTMALDG)\.\S+", "\n".join(listing)))
+kinds = Counter(re.findall(r"(?:HGMMA|UTMALDG|LDGSTS)\.\S+", "\n".join(listing)))
 for kind, number in kinds.most_common():
     print(f"{number:5} {kind}")
 
@@ -399,10 +428,14 @@ assert found["stack_bytes"] == 0, "a role keeps its variables in memory"
 assert not found["spills"], "registers were spilled"
 assert found["wgmma"] is None or found["wgmma"] > 0, "no tensor cores"
 assert not listing or any("MULTICAST" in kind for kind in kinds), "every block loads all of its weights"
+assert not listing or any("LDGSTS" in kind for kind in kinds), "no row is gathered"
+
+# %%
 for rows in range(1, 1000):
     parts = [part for pair in pairs_of([rows]) for part in pair]
-    computed = sum(max(end - begin, 0) for _, _, begin, end, _ in parts)
-    assert computed + parts[-1][-1] == rows, "a row is computed twice or not at all"
+    for columns in ("even", "odd"):
+        computed = sum(n for _, _, n, which, _ in parts if which in ("all", columns))
+        assert computed + parts[-1][-1] == rows, "a row is computed twice or not at all"
 assert fewer[128, 8192] > 0.25
 assert fewer[128, 1024] == 0
 assert drawn["pairs"] * 3 == drawn["single blocks"] * 2
@@ -423,9 +456,10 @@ print("all checks passed")
 #     [`signals`][moe_fast.kernel.signals], [`gate`][moe_fast.kernel.gate], [`plan`][moe_fast.kernel.plan],
 #     [`dispatch`][moe_fast.kernel.dispatch], [`subscriber`][moe_fast.kernel.subscriber],
 #     [`scheduler`][moe_fast.kernel.scheduler], [`processor`][moe_fast.kernel.processor],
-#     [`loads`][moe_fast.kernel.loads], [`gemm`][moe_fast.kernel.gemm], [`epilogue`][moe_fast.kernel.epilogue],
-#     [`tile_pairs`][moe_fast.kernel.tile_pairs], [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer],
-#     [`storer`][moe_fast.kernel.storer], [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
+#     [`loads`][moe_fast.kernel.loads], [`gather`][moe_fast.kernel.gather], [`gemm`][moe_fast.kernel.gemm],
+#     [`epilogue`][moe_fast.kernel.epilogue], [`tile_pairs`][moe_fast.kernel.tile_pairs],
+#     [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer], [`storer`][moe_fast.kernel.storer],
+#     [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
 #     [`pairs`][moe_fast.kernel.pairs], [`megakernel`][moe_fast.kernel.megakernel].
 #
 #     What a layer may do without: [`replicas`][moe_fast.kernel.replicas] and [`solver`][moe_fast.kernel.solver] (rows of an
