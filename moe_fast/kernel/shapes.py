@@ -379,6 +379,12 @@ class KernelShape:
         return self.paired and self.element_size == 2 and self.columns0 <= MANY_COLUMNS
 
     @property
+    def few_send(self) -> bool:
+        """Whether of SENDERS spare warps only one sends rows to other ranks, and the local ones that aren't gathered.
+        Rows of float32 are twice as long and copied: there half of the warps are too few."""
+        return self.ranks > 1 and self.paired and self.element_size == 2
+
+    @property
     def far_unit(self) -> int:
         """entries of the send list that a warp takes together for another rank"""
         return TOKEN_UNIT if self.by_token else UNIT_ROWS

@@ -55,7 +55,7 @@ def spare(
                 if lane == 0:
                     hold_start(a, block, 2)
             sends = Boolean(True)
-            if cutlass.const_expr(k.ranks > 1 and k.paired):
+            if cutlass.const_expr(k.few_send):
                 sends = block % SENDERS == 0
             if cutlass.const_expr(k.by_token):
                 push_tokens(k, a, side, sends, lane)

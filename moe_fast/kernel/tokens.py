@@ -333,7 +333,9 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, sends: 
         if far:
             far, destination, number = next_far(k, a, side, read(a.plan, PlanWord.FAR_UNITS), lane)
             if far:
-                follows = near_follows(k, a, destination, number)
+                if cutlass.const_expr(k.paired):
+                    # else a register more than there is, over the copies
+                    follows = near_follows(k, a, destination, number)
                 push_leaders(k, a, side, destination, number, lane)
         if near and follows:
             near = push_near(k, a, side, *units_here(k, a), lane)
