@@ -45,8 +45,8 @@ FIELDS_SHIFT = 48
 AHEAD = 8
 """Steps before the end of a task's loads at which its block asks for the next one."""
 SENDERS = 2
-"""Of so many spare warps one sends rows to other ranks, where processors are pairs of blocks. All together would have
-4 MB on their way, several times what NVLink needs to be busy, and whatever else crosses would queue behind."""
+"""Of so many spare warps one sends rows to other ranks, where `KernelShape.few_send`. All together would have 4 MB on
+their way, several times what NVLink needs to be busy, and whatever else crosses would queue behind."""
 MANY_COLUMNS = 16
 """Column tiles of the first product beyond which a layer has many: its ready blocks are higher
 (`KernelShape.block_tiles`), and its rows are copied once instead of being gathered for each (`KernelShape.gathers`)."""

@@ -1,7 +1,7 @@
 """The spare warp: Scheduler and Subscribers in the first blocks; elsewhere it pushes rows, then combines early.
 
-On several ranks, where processors are pairs of blocks, only one spare warp of SENDERS pushes rows. The others combine
-from the start; in the wire format "tokens" they first look after followers, as all do.
+On several ranks, in 16-bit kernels whose processors are pairs of blocks, only one spare warp of SENDERS pushes rows. The
+others combine from the start; in the wire format "tokens" they first look after followers, as all do.
 """
 
 from __future__ import annotations
