@@ -1,6 +1,6 @@
 """The spare warp: Scheduler and Subscribers in the first blocks; elsewhere it pushes rows, then combines early.
 
-On several ranks, in 16-bit kernels whose processors are pairs of blocks, only one spare warp of SENDERS pushes rows. The
+In 16-bit kernels of several ranks whose processors are pairs of blocks, only one spare warp of SENDERS pushes rows. The
 others combine from the start; in the wire format "tokens" they first look after followers, as all do.
 """
 
