@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
 
 def compile_kernels(
     config: Path | None = typer.Option(None, help="JSON file: a MoEConfig's fields, or a list of them."),
-    ranks: str = typer.Option("1,2", help="Numbers of ranks, separated by commas."),
+    ranks: str | None = typer.Option(
+        None, help="Numbers of ranks, separated by commas; else 1,2, or those of the placement (2 of one by name)."
+    ),
     scheduler: str = typer.Option("spare_warps", help="spare_warps, os_block or tickets; several by commas."),
     transport: str = typer.Option("stores", help="stores or put_signal; both by commas."),
     placement: str | None = typer.Option(
@@ -59,7 +61,7 @@ def compile_kernels(
     for option, text, known in (("--scheduler", scheduler, SCHEDULERS), ("--transport", transport, TRANSPORTS)):
         if unknown := [word for word in text.split(",") if word not in known]:
             raise UsageError(f"{option} has {unknown[0]!r}, expected some of {', '.join(known)}")
-    counts = _rank_counts(ranks)
+    counts = _rank_counts(_default_ranks(placement) if ranks is None else ranks)
     copies = 2 if replicas is None else replicas
     wanted = [
         KernelShape.from_config(
@@ -117,6 +119,13 @@ def _placement(name: str | None, ranks: int, config: MoEConfig, replicas: int) -
             f"and --ranks {ranks}"
         )
     return loaded
+
+
+def _default_ranks(placement: str | None) -> str:
+    """What --ranks is for where it isn't given: a rank alone holds no replicas, and a file is for one number."""
+    if placement is None:
+        return "1,2"
+    return str(names.load(placement).num_ranks) if Path(placement).is_file() else "2"
 
 
 def _rank_counts(text: str) -> list[int]:

@@ -387,6 +387,30 @@ def test_wrong_use_is_one_line(arguments, wrong, tmp_path, monkeypatch, capfd):
     assert wrong in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [([], [1, 2]), (["--placement", "symmetric"], [2]), (["--placement", "other"], [4]), (["--ranks", "3"], [3])],
+)
+def test_without_ranks_they_are_those_of_the_placement(arguments, ranks, tmp_path, monkeypatch, capsys):
+    """A rank alone holds no two replicas of an expert, and a file is for one number of ranks."""
+    (tmp_path / "small").write_text('{"hidden": 128, "intermediate": 64, "experts": 8, "top_k": 1, "dtype": "float16"}')
+    save(Placement.contiguous(8, 4), tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def compile_all(shapes, out, jobs):
+        asked.extend(shape.ranks for shape in shapes)
+        return [tmp_path / "kernel.o" for _ in shapes]
+
+    monkeypatch.setattr(compiler, "compile_all", compile_all)
+    monkeypatch.setattr(compiler, "inspect_file", lambda path: {"wgmma": 1})
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["compile", "--config", "small", *arguments, "--json"])
+    assert stopped.value.code in (0, None)
+    assert asked == ranks
+    assert len(json.loads(capsys.readouterr().out)["kernels"]) == len(ranks)
+
+
 ORPHANS = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor

@@ -70,7 +70,7 @@ def launched(ranks: int) -> tuple[list[dict], int, str]:
         done = list(pool.map(partial(launch, ranks), parts, outs, devices))
     if folder and all(out and out.exists() for out in outs):
         join_results([out for out in outs if out], Path(folder) / f"megakernel_tests_{ranks}gpu.json")
-    lines = [json.loads(line) for one in done for line in one.stdout.splitlines() if line.startswith("{")]
+    lines = [found for one in done for line in one.stdout.splitlines() for found in objects_in(line)]
     return lines, max(one.returncode for one in done), "".join(one.stderr[-4000:] for one in done)
 
 
@@ -95,6 +95,22 @@ def join_results(parts: list[Path], path: Path) -> None:
     write_results(path, whole)
     for part in parts:
         part.unlink()
+
+
+def objects_in(line: str) -> list[dict]:
+    """The JSON objects of a line: of ranks that fail at the same time there may be several."""
+    found, decoder = [], json.JSONDecoder()
+    while line.startswith("{"):
+        one, end = decoder.raw_decode(line)
+        found.append(one)
+        line = line[end:].lstrip()
+    return found
+
+
+def test_lines_of_ranks_that_ran_into_each_other_are_read():
+    assert objects_in('{"rank": 0, "ok": false}{"rank": 1}') == [{"rank": 0, "ok": False}, {"rank": 1}]
+    assert objects_in('{"rank": 0}') == [{"rank": 0}]
+    assert objects_in("W1130 torch.distributed: a warning") == []
 
 
 def check(ranks: int, scenario: str) -> None:
