@@ -120,6 +120,26 @@ def fetch_two(sources, group, inside, into):
 
 
 @cute.jit
+def fill_stage(
+    k: cutlass.Constexpr[KernelShape], step: Int32, full: cute.Pointer, empty: cute.Pointer, count: Int32,
+    sources: cute.Pointer, stages: cute.Pointer, weight_atom: cute.CopyAtom, first_half: cute.Tensor,
+    second_half: cute.Tensor, weight_smem: cute.Tensor, asked: cute.Pointer, rows_there: cutlass.Constexpr, pair: tuple,
+    lane: Int32,
+):  # fmt: skip
+    """Step `step` of a task, once stage number `count` is free: weights by TMA, rows gathered. The lanes have yet to
+    arrive at the stage's barrier."""
+    stage = count % STAGES
+    if step == max(k.depth0 - AHEAD, 0):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(asked)
+    cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_COLUMNS * LINE_BYTES)
+    load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
+    copy_line(k, step, rows_there, sources, stages + stage * (TILE_ROWS * k.line), lane)
+
+
+@cute.jit
 def load_gathered(
     k: cutlass.Constexpr[KernelShape], full: cute.Pointer, empty: cute.Pointer, count: Int32, sources: cute.Pointer,
     stages: cute.Pointer, weight_atom: cute.CopyAtom, first_half: cute.Tensor, second_half: cute.Tensor,
@@ -128,15 +148,10 @@ def load_gathered(
     """As `loads.load_product`, for a first product whose rows' addresses are in `sources`. stages: the row stages."""
     for step in range(k.depth0):
         stage = count % STAGES
-        if step == max(k.depth0 - AHEAD, 0):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(asked)
-        cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_COLUMNS * LINE_BYTES)
-        load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
-        target = stages + stage * (TILE_ROWS * k.line)
-        copy_line(k, step, rows_there, sources, target, lane)
+        fill_stage(
+            k, step, full, empty, count, sources, stages, weight_atom, first_half, second_half, weight_smem, asked,
+            rows_there, pair, lane,
+        )  # fmt: skip
         cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         count += 1
     return count
@@ -194,15 +209,10 @@ def load_gathered_carrying(
     find_sources(k, a, side, row_tile * TILE_ROWS, rows, sources, TILE_ROWS, lane)
     for step in range(k.depth0):
         stage = count % STAGES
-        if step == max(k.depth0 - AHEAD, 0):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(asked)
-        cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_COLUMNS * LINE_BYTES)
-        load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
-        target = stages + stage * (TILE_ROWS * k.line)
-        copy_line(k, step, TILE_ROWS, sources, target, lane)
+        fill_stage(
+            k, step, full, empty, count, sources, stages, weight_atom, first_half, second_half, weight_smem, asked,
+            TILE_ROWS, pair, lane,
+        )  # fmt: skip
         if step == STAGES - 1:
             cute.arch.mbarrier_wait(few_free, turn & 1)
             for early in cutlass.range_constexpr(STAGES - 1):

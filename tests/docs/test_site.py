@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from docs_support import ROOT, mkdocs_build, needs_docs
+from optional import do_without
 
 pytestmark = [needs_docs, pytest.mark.slow]
 
@@ -313,7 +314,7 @@ def _needs_browser() -> None:
     import chrome
 
     if chrome.find() is None:
-        pytest.skip("no chromium on the PATH; apt-get install chromium")
+        do_without("there is no chromium on the PATH; apt-get install chromium")
 
 
 def _uris(site: Path) -> list[str]:

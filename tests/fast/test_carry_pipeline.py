@@ -228,8 +228,8 @@ class Block:
         }  # fmt: skip
         for file, some in {
             "loads": ("load_product", "load_carrying"), "gemm": ("multiply", "multiply_carrying", "pass_over"),
-            "gather": ("load_gathered", "load_gathered_carrying", "load_gathered_or_landed"), "loader": ("load",),
-            "storer": ("store",),
+            "gather": ("fill_stage", "load_gathered", "load_gathered_carrying", "load_gathered_or_landed"),
+            "loader": ("load",), "storer": ("store",),
             "epilogue": ("wait_buffers", "store_chunks", "return_rows"),
         }.items():  # fmt: skip
             for name in some:

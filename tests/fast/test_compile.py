@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from optional import counted, cutlass_dsl
 
 from moe_fast import compiler, doctor
 from moe_fast.kernel.shapes import KernelShape
@@ -24,10 +25,7 @@ from moe_ref.errors import BackendUnavailable, UsageError
 from moe_ref.placement import Placement
 from moe_ref.placement.names import save
 
-try:
-    compiler.import_cutlass()
-except BackendUnavailable as error:
-    pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}", allow_module_level=True)
+cutlass_dsl()
 
 PAIR = Placement.from_replicas([[0, 1]] * 32, 2)
 PAPER = MoEConfig(2048, 2048, 32, 2, activation="relu", gated=False, dtype="bfloat16")
@@ -100,9 +98,7 @@ def test_variant_compiles_for_hopper(name, tmp_path):
     assert found["stack_bytes"] == 0, found
     assert found["registers"] == 168, found
     assert found["shared_bytes"] <= 232448, found
-    if found["wgmma"] is None:
-        pytest.skip("no nvdisasm: resources checked, instructions not counted")
-    assert found["wgmma"] >= 8, found
+    assert counted(found)["wgmma"] >= 8, found
     assert found["tma_loads"] >= 9, found
     assert found["tma_stores"] >= 2, found
     assert found["spills"] == 0, found

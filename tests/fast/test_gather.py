@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from kernel_source import kernel_function
+from optional import cutlass_dsl
 
-from moe_fast import compiler
 from moe_fast.bench import LAYERS
 from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HOME_BITS, LINE_BYTES, STAGES, TILE_ROWS
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
-from moe_ref.errors import BackendUnavailable
 
 GROUP, BATCH = 8, 4
 HEIGHTS = (TILE_ROWS, TILE_ROWS // 2, CARRIED_ROWS, FEW_ROWS)
@@ -88,10 +87,7 @@ def test_a_line_of_every_row_is_copied_once_into_the_swizzle(rows, step):
 
 def test_that_is_where_tma_and_the_tensor_cores_have_it():
     """The DSL's own layout of the row stages and of the carried rows' ring, and its swizzle of their bytes."""
-    try:
-        cute = compiler.import_cutlass()
-    except BackendUnavailable as error:
-        pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
+    cute = cutlass_dsl()
     import cutlass
     from cutlass import range_constexpr  # pyright: ignore[reportPrivateImportUsage]
     from cutlass.cute.nvgpu import warpgroup

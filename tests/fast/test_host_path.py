@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from optional import without_dsl
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -27,7 +28,7 @@ from moe_ref.placement import Placement
 try:
     cute = compiler.import_cutlass()
 except BackendUnavailable as error:
-    pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}", allow_module_level=True)
+    without_dsl(error)
 
 import cuda.bindings.driver as cuda
 from cutlass import Int32, Int64

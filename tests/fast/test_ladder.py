@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optional import counted, cutlass_dsl
 
 from moe_fast import compiler
 from moe_fast.ladder.problem import (
@@ -22,7 +23,6 @@ from moe_fast.ladder.problem import (
     random_weights,
 )
 from moe_ref import MoEConfig, MoELayer
-from moe_ref.errors import BackendUnavailable
 
 TILE_EXPERT = [0, 0, 0, 2, 3, 3]  # expert 1 has no row
 # wgmma of a level: 4 a step, written out once per place in the code that multiplies
@@ -41,18 +41,13 @@ EXPECTED = {
 @pytest.mark.parametrize("name", LEVELS)
 def test_level_compiles_for_hopper(name):
     """The instructions that a level is named after are there, and nothing spills."""
-    try:
-        compiler.import_cutlass()
-    except BackendUnavailable as error:
-        pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
+    cutlass_dsl()
     kernels = compile_level(name, 512, 768)
     assert len(kernels) == (1 if name == "fused" else 2)
     for kernel in kernels:
         cubin = compiler.cubin_of(kernel.dump_to_object("ladder"))
         assert compiler.resources(cubin)["stack_bytes"] == 0
-        found = compiler.instructions(cubin)
-        if found["wgmma"] is None:
-            pytest.skip("no nvdisasm: resources checked, instructions not counted")
+        found = counted(compiler.instructions(cubin))
         assert found["spills"] == 0
         for what, least in EXPECTED[name].items():
             assert found[what] >= least if least else found[what] == 0, (what, found)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_source import kernel_function
+from optional import cutlass_dsl
 
-from moe_fast import compiler
 from moe_fast.kernel import tile_pairs
 from moe_fast.kernel.constants import CARRIED_ROWS, FIELDS_SHIFT, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.pairs import dropped_column, pair_words
@@ -25,7 +25,6 @@ from moe_fast.kernel.regions import workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.tile_pairs import EARLY, FIELDS
 from moe_ref.config import MoEConfig
-from moe_ref.errors import BackendUnavailable
 from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import GEMM1, pack_task, reached, task_column_tile, task_row_tile, task_slot
 
@@ -645,10 +644,7 @@ def test_values_of_carried_rows_go_to_their_rows_and_columns(config, first):
 def test_a_thread_of_the_turned_product_holds_what_the_epilogue_takes_it_for(group):
     """The DSL's own partition of out^T, 256 weight rows by CARRIED_ROWS rows: the order of a thread's values; and
     blocks g and 2 + g of the weights for warpgroup g."""
-    try:
-        cute = compiler.import_cutlass()
-    except BackendUnavailable as error:
-        pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}")
+    cute = cutlass_dsl()
     import cutlass
     from cutlass import range_constexpr  # pyright: ignore[reportPrivateImportUsage]
 

@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from optional import without_dsl
 
 from moe_fast import compiler
 from moe_fast.kernel.shapes import KernelShape
@@ -25,7 +26,7 @@ from moe_ref.runtime import encoding as enc
 try:
     cute = compiler.import_cutlass()
 except BackendUnavailable as error:
-    pytest.skip(f"the CuTe DSL (extra [fused]) is not installed: {error}", allow_module_level=True)
+    without_dsl(error)
 
 import cutlass
 from cutlass import Float32, Int32, Int64
