@@ -285,8 +285,10 @@ def combine_early(
             if cutlass.const_expr(k.put):
                 # only now, for it empties L1, from where rows are put
                 if back:
-                    read(counters, token * k.signal_words, sem="acquire", scope="sys")
-                cute.arch.sync_warp()
+                    # the value is used: a load that nobody needs the compiler drops, with what it acquires
+                    seen = read(counters, token * k.signal_words, sem="acquire", scope="sys")
+                    back = reached(seen, read(targets, token))
+                bits = bits & cute.arch.vote_ballot_sync(back)
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 start = Int64(cute.arch.globaltimer())

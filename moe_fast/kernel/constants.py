@@ -44,6 +44,9 @@ FIELDS_SHIFT = 48
 """In the block's task word, above the task's own bits: the fields of `tile_pairs`."""
 AHEAD = 8
 """Steps before the end of a task's loads at which its block asks for the next one."""
+BACKLOG = 4
+"""For how many first products' time second ones are kept back while there are first ones left: those that end last have
+their own second ones ready only then, and everybody else needs work as long as that takes."""
 SENDERS = 2
 """Of so many spare warps one sends rows to other ranks, where `KernelShape.few_send`. All together would have 4 MB on
 their way, several times what NVLink needs to be busy, and whatever else crosses would queue behind."""

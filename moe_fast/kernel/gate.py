@@ -26,6 +26,8 @@ from moe_fast.kernel.signals import Args, add, gmem, read, side_counters, word, 
 LOG2E = 1.4426950408889634
 NEGATIVE = -3.0e38
 """Below every score: a struck-out or absent expert."""
+SHORT = 4
+"""Columns in eights up to which the choice's code is short."""
 TINY = 1e-20
 """Guards the renormalisation of a token whose scores are all zero."""
 
@@ -91,28 +93,26 @@ def scores_in_place(
     k: cutlass.Constexpr[KernelShape],
     scratch: cute.Pointer,
     logit: cute.Tensor,
-    half: cutlass.Constexpr,
     quad: Int32,
 ) -> Int32:
-    """Turn one row's logits into what the choice is made among, scores as a rule; returns nonzero if a logit isn't
-    finite. half: which of the thread's rows."""
+    """Turn a row's logits into what the choice is made among, scores as a rule; returns nonzero if a logit isn't
+    finite. logit: this thread's two of every eight columns."""
     groups = (k.experts + 7) // 8
-    bad = Int32(0)
+    # zero as long as all are finite
+    nought = Float32(0.0)
     top = Float32(NEGATIVE)
     for g in cutlass.range_constexpr(groups):
         if cutlass.const_expr(k.router_bias):
             for i in cutlass.range_constexpr(2):
-                v = g * 4 + half * 2 + i
+                v = g * 2 + i
                 logit[v] = logit[v] + staged(scratch, ROUTER_BIAS, g * 8 + quad * 2 + i)
         for i in cutlass.range_constexpr(2):
-            v = g * 4 + half * 2 + i
+            v = g * 2 + i
             if cutlass.const_expr(g * 8 + 8 > k.experts):
                 if g * 8 + quad * 2 + i >= k.experts:
                     logit[v] = Float32(NEGATIVE)
-            value = logit[v]
-            if not (value - value == Float32(0.0)):
-                bad = Int32(1)
-            top = cute.arch.fmax(top, value)
+            nought = nought + logit[v] * Float32(0.0)
+            top = cute.arch.fmax(top, logit[v])
     if cutlass.const_expr(k.top_k_order == "before_scores"):
         pass
     elif cutlass.const_expr(k.scoring == "softmax"):
@@ -120,23 +120,26 @@ def scores_in_place(
         total = Float32(0.0)
         for g in cutlass.range_constexpr(groups):
             for i in cutlass.range_constexpr(2):
-                v = g * 4 + half * 2 + i
+                v = g * 2 + i
                 logit[v] = exp(logit[v] - top)
                 total += logit[v]
         # one division a row, then products: 64 divisions would each bring their slow path into the kernel
         inverse = Float32(1.0) / quad_sum(total)
         for g in cutlass.range_constexpr(groups):
             for i in cutlass.range_constexpr(2):
-                v = g * 4 + half * 2 + i
+                v = g * 2 + i
                 logit[v] = logit[v] * inverse
     else:
         for g in cutlass.range_constexpr(groups):
             for i in cutlass.range_constexpr(2):
-                v = g * 4 + half * 2 + i
+                v = g * 2 + i
                 logit[v] = sigmoid(logit[v])
+    bad = Int32(0)
+    if not nought == Float32(0.0):
+        bad = Int32(1)
     if cutlass.const_expr(k.experts % 8 != 0):
         for i in cutlass.range_constexpr(2):
-            v = (groups - 1) * 4 + half * 2 + i
+            v = (groups - 1) * 2 + i
             if (groups - 1) * 8 + quad * 2 + i >= k.experts:
                 logit[v] = Float32(NEGATIVE)
     return bad
@@ -161,9 +164,7 @@ def best_groups(k: cutlass.Constexpr[KernelShape], group: cute.Tensor) -> Int32:
 
 
 @cute.jit
-def keep_best_groups(
-    k: cutlass.Constexpr[KernelShape], scratch: cute.Pointer, score: cute.Tensor, half: cutlass.Constexpr, quad: Int32
-):
+def keep_best_groups(k: cutlass.Constexpr[KernelShape], scratch: cute.Pointer, score: cute.Tensor, quad: Int32):
     """Strike out a row's experts outside its best groups.
 
     A group's score is the best, or the sum of the best two, of what its experts are chosen by. Groups are runs of
@@ -178,7 +179,7 @@ def keep_best_groups(
         for g in cutlass.range_constexpr(low // 8, (high + 7) // 8):
             for i in cutlass.range_constexpr(2):
                 column = g * 8 + quad * 2 + i
-                key = score[g * 4 + half * 2 + i]
+                key = score[g * 2 + i]
                 if cutlass.const_expr(k.selection_bias):
                     key = key + staged(scratch, SELECTION_BIAS, column)
                 if cutlass.const_expr(g * 8 < low or g * 8 + 8 > high):
@@ -202,7 +203,7 @@ def keep_best_groups(
                 for i in cutlass.range_constexpr(2):
                     column = g * 8 + quad * 2 + i
                     if column >= low and column < high:
-                        score[g * 4 + half * 2 + i] = Float32(NEGATIVE)
+                        score[g * 2 + i] = Float32(NEGATIVE)
 
 
 @cute.jit
@@ -230,7 +231,7 @@ def score_chosen(k: cutlass.Constexpr[KernelShape], chosen: cute.Pointer) -> Flo
 
 @cute.jit
 def best_column(
-    k: cutlass.Constexpr[KernelShape], scratch: cute.Pointer, score: cute.Tensor, half: cutlass.Constexpr, quad: Int32
+    k: cutlass.Constexpr[KernelShape], scratch: cute.Pointer, score: cute.Tensor, quad: Int32
 ) -> tuple[Int32, Float32]:
     """The best column of a row that isn't struck out yet, and its score; strikes it out."""
     groups = (k.experts + 7) // 8
@@ -239,7 +240,7 @@ def best_column(
     column = Int32(1 << 20)
     for g in cutlass.range_constexpr(groups):
         for i in cutlass.range_constexpr(2):
-            here = score[g * 4 + half * 2 + i]
+            here = score[g * 2 + i]
             key = here
             if cutlass.const_expr(k.selection_bias):
                 if here > Float32(NEGATIVE):
@@ -259,7 +260,7 @@ def best_column(
     for g in cutlass.range_constexpr(groups):
         for i in cutlass.range_constexpr(2):
             if g * 8 + quad * 2 + i == column:
-                score[g * 4 + half * 2 + i] = Float32(NEGATIVE)
+                score[g * 2 + i] = Float32(NEGATIVE)
     return column, weight
 
 
@@ -276,53 +277,54 @@ def choose(
 
     begin: first token of the tile.
     """
-    # both of a thread's rows in turn: the steps of one fill the waits of the other; 256 logits leave no room for that
-    rows_at_once = 2 if k.experts <= 128 else 1
-    for first in cutlass.range_constexpr(0, 2, rows_at_once):
-        choose_rows(k, a, logits, begin, scratch, thread, first, rows_at_once)
+    # One row after the other, by the same code where it is long: it runs once a call, so it is fetched from memory, and
+    # that takes longer than all it does. Short code has room for both, the steps of one fill the waits of the other.
+    groups = (k.experts + 7) // 8
+    for half in cutlass.range(2, unroll=2 if groups <= SHORT else 1):
+        row = cute.make_rmem_tensor(2 * groups, Float32)
+        for g in cutlass.range_constexpr(groups):
+            for i in cutlass.range_constexpr(2):
+                row[g * 2 + i] = logits[g * 4 + i]
+                if half > 0:
+                    row[g * 2 + i] = logits[g * 4 + 2 + i]
+        choose_row(k, a, row, begin, (thread >> 5) * 16 + (thread % 32 >> 2) + half * 8, scratch, thread % 4)
 
 
 @cute.jit
-def choose_rows(
-    k: cutlass.Constexpr[KernelShape], a: Args, logits: cute.Tensor, begin: Int32, scratch: cute.Pointer, thread: Int32,
-    first: cutlass.Constexpr, count: cutlass.Constexpr,
+def choose_row(
+    k: cutlass.Constexpr[KernelShape], a: Args, row: cute.Tensor, begin: Int32, number: Int32, scratch: cute.Pointer,
+    quad: Int32,
 ):  # fmt: skip
-    """`choose` for `count` of a thread's two rows, from number `first` on."""
-    quad = thread % 4
-    own = (thread >> 5) * 16 + (thread % 32 >> 2)
-    total = cute.make_rmem_tensor(2, Float32)
-    total.fill(0.0)
-    for half in cutlass.range_constexpr(first, first + count):
-        bad = scores_in_place(k, scratch, logits, half, quad)
-        if bad != 0 and begin + own + half * 8 < a.tokens:
-            cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu")
-        if cutlass.const_expr(k.num_groups > 1):
-            keep_best_groups(k, scratch, logits, half, quad)
+    """`choose` for row `number` of the token tile; row: its logits, see `scores_in_place`."""
+    there = begin + number < a.tokens
+    bad = scores_in_place(k, scratch, row, quad)
+    if bad != 0 and there:
+        cute.arch.atomic_or(word(a.plan, PlanWord.STATUS), Int32(Status.NONFINITE), sem="relaxed", scope="gpu")
+    if cutlass.const_expr(k.num_groups > 1):
+        keep_best_groups(k, scratch, row, quad)
+    total = Float32(0.0)
+    first = number * k.top_k
     for j in cutlass.range(k.top_k, unroll=1):
-        for half in cutlass.range_constexpr(first, first + count):
-            column, weight = best_column(k, scratch, logits, half, quad)
-            total[half] = total[half] + weight
-            if quad == 0:
-                # a row of NaNs has no best column
-                if column >= k.experts or begin + own + half * 8 >= a.tokens:
-                    column = Int32(-1)
-                cute.arch.store(scratch + IDS + (own + half * 8) * k.top_k + j, column)
-                cute.arch.store(scratch + WEIGHTS + (own + half * 8) * k.top_k + j, weight.bitcast(Int32))
+        column, weight = best_column(k, scratch, row, quad)
+        total = total + weight
+        if quad == 0:
+            # a row of NaNs has no best column
+            if column >= k.experts or not there:
+                column = Int32(-1)
+            cute.arch.store(scratch + IDS + first + j, column)
+            cute.arch.store(scratch + WEIGHTS + first + j, weight.bitcast(Int32))
     if quad == 0:
-        for half in cutlass.range_constexpr(first, first + count):
-            row = own + half * 8
-            sum_ = total[half]
-            if cutlass.const_expr(k.top_k_order == "before_scores"):
-                sum_ = score_chosen(k, scratch + WEIGHTS + row * k.top_k)
-            factor = Float32(k.routed_scaling)
-            if cutlass.const_expr(k.renormalize):
-                factor = factor / cute.arch.fmax(sum_, Float32(TINY))
-            for j in cutlass.range_constexpr(k.top_k):
-                weight = cute.arch.load(scratch + WEIGHTS + row * k.top_k + j, Int32).bitcast(Float32)
-                if begin + row < a.tokens:
-                    route = (begin + row) * k.top_k + j
-                    write(a.expert, route, cute.arch.load(scratch + IDS + row * k.top_k + j, Int32))
-                    write(a.weight, route, weight * factor, Float32)
+        if cutlass.const_expr(k.top_k_order == "before_scores"):
+            total = score_chosen(k, scratch + WEIGHTS + first)
+        factor = Float32(k.routed_scaling)
+        if cutlass.const_expr(k.renormalize):
+            factor = factor / cute.arch.fmax(total, Float32(TINY))
+        for j in cutlass.range_constexpr(k.top_k):
+            weight = cute.arch.load(scratch + WEIGHTS + first + j, Int32).bitcast(Float32)
+            if there:
+                route = begin * k.top_k + first + j
+                write(a.expert, route, cute.arch.load(scratch + IDS + first + j, Int32))
+                write(a.weight, route, weight * factor, Float32)
 
 
 @cute.jit

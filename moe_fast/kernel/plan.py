@@ -53,13 +53,15 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int3
     begin = part * per_part
     end = min(begin + per_part, token_tiles)
     total = Int32(0)
-    batch = cute.make_rmem_tensor(BATCH, Int32)
-    for first in range(begin, end, BATCH):
-        for i in cutlass.range_constexpr(BATCH):
+    # Where there are many parts each has few tiles; code for more would be fetched from memory in vain.
+    size = min(BATCH, max(256 // k.plan_parts, 8))
+    batch = cute.make_rmem_tensor(size, Int32)
+    for first in range(begin, end, size):
+        for i in cutlass.range_constexpr(size):
             batch[i] = 0
             if first + i < end:
                 batch[i] = read(a.histogram, (first + i) * k.experts + expert)
-        for i in cutlass.range_constexpr(BATCH):
+        for i in cutlass.range_constexpr(size):
             if first + i < end:
                 write(a.histogram, (first + i) * k.experts + expert, total)
             total += batch[i]

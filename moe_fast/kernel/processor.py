@@ -184,6 +184,8 @@ def count_returned(
     few, other = Int32(0), row_tile
     if cutlass.const_expr(k.carries):
         few, other = field_few(fields), carried_tile(fields, member, row_tile)
+    # all asked for at once, whoever may need them, together with the count
+    homes = [home_in(k, a, side, row_tile, i * 32 + lane, routed) for i in range(TILE_ROWS // 32)]
     before = Int32(0)
     if lane == 0:
         place = returned_word(k, a, row_tile)
@@ -197,25 +199,31 @@ def count_returned(
     if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
         fence_results(k)
         if not aborted(a):
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(TILE_ROWS // 32):
                 if i * 32 + lane < field_rows(fields):
-                    signal_row(k, a, side, row_tile, i * 32 + lane, routed)
+                    signal_home(k, a, side, homes[i])
     if cutlass.const_expr(k.carries):
         if few > 0 and cute.arch.shuffle_sync(before, 1) == of_few - 1:
             fence_results(k)
             if lane < few and not aborted(a):
-                signal_row(k, a, side, other, lane, routed)
+                signal_home(k, a, side, home_in(k, a, side, other, lane, routed))
     cute.arch.sync_warp()
 
 
 @cute.jit
-def signal_row(
+def home_in(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tile: Int32, inside: Int32, routed: Boolean
-):
-    """One thread: the result of row `inside` of a row tile is where it goes."""
+) -> Int32:
+    """Home of row `inside` of a row tile; of a row of padding anything."""
     home = (a.rank << HOME_BITS) | ((row_tile * TILE_ROWS + inside) * k.top_k)
     if routed:
         home = home_of(k, a, side, buffer_tile(k, a, row_tile) * TILE_ROWS + inside)
+    return home
+
+
+@cute.jit
+def signal_home(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, home: Int32):
+    """One thread: the result of the row with this home is where it goes."""
     token = (home & ((1 << HOME_BITS) - 1)) // k.top_k
     if cutlass.const_expr(k.by_token):
         if home >> HOME_BITS == a.rank:

@@ -7,9 +7,9 @@
 "spare_warps"  the same warps, living in the spare warps of the first four processor blocks.
 
 With a Scheduler, Subscribers and storers put blocks of row tiles into two ready queues; the Scheduler deals their tasks
-to processors that ask for one (work-conserving). It deals second products only beyond a backlog of one for each
-processor while there are first ones: with the backlog it bridges the end of the last first products, whose second ones
-are not ready yet. A mail is a hint: the loader acquires the counter its task depends on.
+to processors that ask for one (work-conserving). It deals second products only beyond a backlog (`KernelShape.backlog`)
+while there are first ones: with the backlog it bridges the end of the last first products, whose second ones are not
+ready yet. A mail is a hint: the loader acquires the counter its task depends on.
 
 Termination is exact: the plan says how many row tiles there are.
 """
@@ -227,7 +227,7 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
     size = k.task_rows(k.block_tiles)
     blocks = ceil_div(row_tiles, k.block_tiles)
     per0, per1 = size * k.columns0, size * k.columns1
-    backlog = processors
+    backlog = processors * k.backlog
     sent = cute.make_rmem_tensor(lanes_of, Int32)
     free = cute.make_rmem_tensor(lanes_of, Int32)
     sent.fill(0)

@@ -13,6 +13,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from moe_fast.kernel.constants import (
+    BACKLOG,
     HALF_COLUMNS,
     LINE_BYTES,
     MANY_COLUMNS,
@@ -293,6 +294,12 @@ class KernelShape:
         """Row tiles that become ready together in the modes with a Scheduler: few, so that GEMM1 can begin soon; eight
         where there are many column tiles, for then the blocks under way share no weights, and each reads them anew."""
         return 8 if self.columns0 > MANY_COLUMNS else 2
+
+    @property
+    def backlog(self) -> int:
+        """Second products for each processor that wait while there are first ones: BACKLOG first products' time of
+        them."""
+        return BACKLOG * max(1, ceil_div(self.depth0, self.depth1))
 
     def task_rows(self, row_tiles):
         """Tasks in one column of `row_tiles` neighbouring row tiles that are dealt: one for each, or one for two, the

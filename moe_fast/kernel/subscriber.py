@@ -34,21 +34,23 @@ def all_there(
     """
     early, lacking = Int32(EARLY if k.early else 0), Int32(0)
     # no branch between the loads: all are on their way before the first is looked at
+    numbers = [min(first + i, row_tiles - 1) for i in range(k.block_tiles)]
+    tiles = [read(a.tile_at, t) if k.paired else buffer_tile(k, a, t) for t in numbers]
+    fields = [read(a.tile_rows, t) if k.carries or k.early else 0 for t in numbers]
     for i in cutlass.range_constexpr(k.block_tiles):
-        t = min(first + i, row_tiles - 1)
-        tile = read(a.tile_at, t) if k.paired else buffer_tile(k, a, t)
-        if cutlass.const_expr(k.carries):
-            fields = read(a.tile_rows, t)
-            early = early & fields
-            second = carried_tile(fields, t & 1, tile)
-            seen = read(counters, second * k.signal_words, sem="relaxed", scope="sys")
-            lacking = lacking | (seen - read(targets, second))
-        elif cutlass.const_expr(k.early):
-            early = early & read(a.tile_rows, t)
-        seen = read(counters, tile * k.signal_words, sem="relaxed", scope="sys")
-        # negative once one of them is
-        lacking = lacking | (seen - read(targets, tile))
-    return reached(lacking, 0) or early != 0
+        early = early & fields[i]
+    there = Boolean(early != 0)
+    if not there:
+        for i in cutlass.range_constexpr(k.block_tiles):
+            if cutlass.const_expr(k.carries):
+                second = carried_tile(fields[i], numbers[i] & 1, tiles[i])
+                seen = read(counters, second * k.signal_words, sem="relaxed", scope="sys")
+                lacking = lacking | (seen - read(targets, second))
+            seen = read(counters, tiles[i] * k.signal_words, sem="relaxed", scope="sys")
+            # negative once one of them is
+            lacking = lacking | (seen - read(targets, tiles[i]))
+        there = reached(lacking, 0)
+    return there
 
 
 @cute.jit

@@ -451,7 +451,8 @@ class Storers:
         names: dict[str, Any] = {"TILE_ROWS": TILE_ROWS, "HOME_BITS": 26}
         names |= {"add": self.add, "back_word": lambda k, a, side, token: token, "peer": lambda a, rank: 0}
         names |= {"buffer_tile": lambda k, a, tile: tile, "home_of": lambda k, a, side, row: row, "summed_word": None}
-        names["signal_row"] = kernel_function("processor", "signal_row", **names)
+        for name in ("home_in", "signal_home"):
+            names[name] = kernel_function("processor", name, **names)
         names |= {name: getattr(tile_pairs, name) for name in (
             "carried_tile", "field_few", "field_rows", "field_same", "field_wide",
         )}  # fmt: skip
