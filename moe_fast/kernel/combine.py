@@ -20,6 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
+from moe_fast.kernel.scans import sync_consumers
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
@@ -41,7 +42,7 @@ from moe_fast.kernel.signals import (
 from moe_fast.kernel.sums import combine_sums, landed_tiles, sum_ready
 from moe_fast.kernel.tokens import lowest, wait_listed
 from moe_ref.layout import return_row
-from moe_ref.runtime.encoding import combine_tasks, reached
+from moe_ref.runtime.encoding import reached
 
 PIECES = LINE_BYTES // 16
 """Pieces of 16 bytes in a line."""
@@ -51,8 +52,11 @@ IN_FLIGHT = 16
 """Loads that a lane has in flight."""
 TOKENS_PER_TURN = 4
 """Tokens that a warp takes at a time; divides TOKEN_TILE, and a warp has MAX_TOP_K lanes for each."""
-CLAIMS = 4
-"""Turns that a warp claims at one time."""
+PIECES = 4
+"""Pieces of neighbouring tokens, at most TOKEN_TILE, that a block claims together."""
+PUT_BY, TICKET, LOOKED_AT, SHARE_WORDS = PIECES, 2 * PIECES, 2 * PIECES + 1, 2 * PIECES + 2
+"""What a block's warps share when they combine: of each piece the tokens that it has claimed, and those that were put
+by; how many turns are given out, and looked at."""
 
 
 def result_at_home(k: KernelShape, a, first, token, where, j: int, inside, further: int):
@@ -316,65 +320,143 @@ def combine_early(
 
 @cute.jit
 def combine(
-    k: cutlass.Constexpr[KernelShape],
-    dtype: cutlass.Constexpr,
-    a: Args,
-    side: Int32,
-    warp: Int32,
-    warps: Int32,
-    lane: Int32,
-):
-    """Warp number `warp` of `warps` combines its share of the tokens that nobody has combined yet.
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, shares: cute.Pointer,
+    block: Int32, blocks: Int32, warp: Int32, lane: Int32,
+):  # fmt: skip
+    """The consumer warps of a block combine its share of the tokens that nobody has combined yet.
 
-    What it waits for is asked for ahead: it claims several turns at one time, a lane each, and knows the choices of a
-    turn's tokens before their results are back.
+    A share is up to PIECES pieces of neighbouring tokens, claimed together, and looked at TOKENS_PER_TURN at a time by
+    whichever warp is free. What isn't back then is put by, and waited for when all have been looked at, by any warp
+    again: so who comes early has work as long as there is any, and the last results, which come all at one time, are
+    divided among all warps. Where there are more warps than tokens, each has one.
+
+    shares: SHARE_WORDS in shared memory.
     """
-    counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
-    targets = a.back_target + Int64(side * a.max_tokens) * 4
-    turn = warp
-    go = Boolean(True)
-    # where there are more warps than tokens, each takes one: a warp's tokens come one after the other
-    turns, each = Int32(combine_tasks(a.tokens, TOKENS_PER_TURN)), Int32(TOKENS_PER_TURN)
-    if a.tokens <= warps:
-        turns, each = a.tokens, Int32(1)
-    claimed, ahead = Int32(0), Int32(CLAIMS)
-    while go and turn < turns:
-        if ahead == CLAIMS:
-            claimed = claim_turn(k, a, side, turn + lane * warps, turns, each, lane)
-            ahead = Int32(0)
-        first = turn * each
-        bits = cute.arch.shuffle_sync(claimed, ahead)
-        if bits != 0:
-            choices = ()
-            if cutlass.const_expr(not k.by_token):
-                choices = choices_of(k, a, first + lane // MAX_TOP_K, lane)
-            # lane l waits for token l % each of the turn
-            token = min(first + (lane & (each - 1)), a.tokens - 1)
-            scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
-            go = wait_reached(
-                counters, token * k.signal_words, read(targets, token), a, Role.COMBINE, Wait.BACK, token, scope
-            )
-            go = cute.arch.vote_all_sync(go)
-            if go:
-                for i in range(TOKENS_PER_TURN):
-                    if ((bits >> i) & 1) != 0:
-                        finish_token(k, dtype, a, side, first + i, choices, Int32(i), lane)
-        turn += warps
-        ahead += 1
+    few = Boolean(a.tokens <= blocks * 8)
+    size = Int32(TOKEN_TILE)
+    for _ in cutlass.range_constexpr(2):
+        if a.tokens < size * blocks:
+            size = size // 2
+    pieces, turns = (a.tokens + size - 1) // size, size // TOKENS_PER_TURN * PIECES
+    begin, end = block, pieces
+    if few:
+        begin, end = Int32(0), Int32(1)
+    for first in range(begin, end, blocks * PIECES):
+        # of the next tokens: the first one, and which are this warp's
+        token, bits, piece, place = block * 8 + warp, Int32(0), Int32(0), Int32(0)
+        patient, go = few, Boolean(True)
+        if few:
+            if token < a.tokens:
+                if claim(k, a, side, token // TOKEN_TILE, Int32(1) << token % TOKEN_TILE, lane) != 0:
+                    bits = Int32(1)
+        else:
+            sync_consumers()
+            share_out(k, a, side, shares, first, size, pieces, blocks, warp, lane)
+            sync_consumers()
+        while go:
+            if not few:
+                looked_at = cute.arch.load(shares + LOOKED_AT, Int32, sem="relaxed", scope="cta", ss="cta")
+                looked_at = cute.arch.shuffle_sync(looked_at, 0)
+                bits = Int32(0)
+                if not patient:
+                    turn = next_turn(shares + TICKET, lane)
+                    patient = turn >= turns
+                    if turn < turns:
+                        piece, place = turn % PIECES, turn // PIECES * TOKENS_PER_TURN
+                        mine = cute.arch.load(shares + piece, Int32)
+                        bits = (mine >> place) & (2**TOKENS_PER_TURN - 1)
+                if patient:
+                    go = looked_at < turns
+                    for p in cutlass.range_constexpr(PIECES):
+                        if bits == 0:
+                            left = cute.arch.load(shares + PUT_BY + p, Int32, sem="relaxed", scope="cta", ss="cta")
+                            left = cute.arch.shuffle_sync(left, 0)
+                            if left != 0:
+                                place = lowest(left) // TOKENS_PER_TURN * TOKENS_PER_TURN
+                                bits = take_bits(shares + PUT_BY + p, 2**TOKENS_PER_TURN - 1, place, lane)
+                                piece = Int32(p)
+                                go = Boolean(True)
+                token = (first + piece * blocks) * size + place
+            done = Int32(0)
+            if bits != 0:
+                done = combine_turn(k, dtype, a, side, token, bits, patient, lane)
+            if few:
+                go = Boolean(False)
+            elif not patient:
+                if lane == 0:
+                    if bits != done:
+                        cute.arch.atomic_or(shares + PUT_BY + piece, (bits ^ done) << place, sem="relaxed", scope="cta")
+                    cute.arch.atomic_add(shares + LOOKED_AT, Int32(1), sem="relaxed", scope="cta")
+                cute.arch.sync_warp()
 
 
 @cute.jit
-def claim_turn(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, turn: Int32, turns: Int32, each: Int32, lane: Int32
-) -> Int32:
-    """A lane below CLAIMS: those of the tokens of its turn (bits from the turn's first on) that no warp has taken yet;
-    from now on they are this warp's. 0 for other lanes and turns that aren't there."""
-    mine = Int32(0)
-    if lane < CLAIMS and turn < turns:
-        first = turn * each
-        shift = first % TOKEN_TILE
-        bits = ((1 << min(each, a.tokens - first)) - 1) << shift
-        place = word(side_counters(a, side), combined_word(k, a, first // TOKEN_TILE))
-        old = cute.arch.atomic_or(place, bits, sem="relaxed", scope="gpu")
-        mine = ((bits & ~old) >> shift) & ((1 << each) - 1)
-    return mine
+def share_out(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, shares: cute.Pointer, first: Int32, size: Int32,
+    pieces: Int32, blocks: Int32, warp: Int32, lane: Int32,
+):  # fmt: skip
+    """A block's warps claim its next PIECES pieces, each of up to `size` tokens: number `first` and every `blocks`-th
+    behind it. Between two barriers."""
+    if warp < PIECES:
+        piece, mine = first + warp * blocks, Int32(0)
+        if piece < pieces:
+            tile, shift = piece * size // TOKEN_TILE, piece * size % TOKEN_TILE
+            there = ones(min(a.tokens - piece * size, size))
+            mine = (claim(k, a, side, tile, there << shift, lane) >> shift) & there
+        if lane == 0:
+            cute.arch.store(shares + warp, mine)
+            cute.arch.store(shares + PUT_BY + warp, Int32(0))
+            if warp < 2:
+                cute.arch.store(shares + TICKET + warp, Int32(0))
+
+
+@cute.jit
+def take_bits(place: cute.Pointer, mask: cutlass.Constexpr, shift: Int32, lane: Int32) -> Int32:
+    """Whole warp: the bits of a word of shared memory under `mask` << shift, which are this warp's now."""
+    old = Int32(0)
+    if lane == 0:
+        old = cute.arch.atomic_and(place, ~(mask << shift), sem="relaxed", scope="cta")
+    return (cute.arch.shuffle_sync(old, 0) >> shift) & mask
+
+
+def ones(count):
+    """The lowest bits set, 1 to 32 of them."""
+    return (Int32(2) << (count - 1)) - 1
+
+
+@cute.jit
+def next_turn(ticket: cute.Pointer, lane: Int32) -> Int32:
+    """Whole warp: a ticket of this block."""
+    turn = Int32(0)
+    if lane == 0:
+        turn = cute.arch.atomic_add(ticket, Int32(1), sem="relaxed", scope="cta")
+    return cute.arch.shuffle_sync(turn, 0)
+
+
+@cute.jit
+def combine_turn(
+    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, first: Int32, bits: Int32,
+    patient: Boolean, lane: Int32,
+) -> Int32:  # fmt: skip
+    """One warp: of up to TOKENS_PER_TURN tokens from `first` on, this warp's (bits), combine those that are back;
+    patient: all of them, as they come. Returns the bits of those that are combined."""
+    counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
+    targets = a.back_target + Int64(side * a.max_tokens) * 4
+    choices = ()
+    if cutlass.const_expr(not k.by_token):
+        choices = choices_of(k, a, first + lane // MAX_TOP_K, lane)
+    token = min(first + lane % TOKENS_PER_TURN, a.tokens - 1)
+    target = read(targets, token)
+    mine = Boolean((bits >> (lane % TOKENS_PER_TURN)) & 1 != 0)
+    scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
+    back = Boolean(False)
+    if mine:
+        if patient:
+            back = wait_reached(counters, token * k.signal_words, target, a, Role.COMBINE, Wait.BACK, token, scope)
+        else:
+            back = reached(read(counters, token * k.signal_words, sem="acquire", scope=scope), target)
+    done = cute.arch.vote_ballot_sync(back) & bits
+    for i in range(TOKENS_PER_TURN):
+        if ((done >> i) & 1) != 0:
+            finish_token(k, dtype, a, side, first + i, choices, Int32(i), lane)
+    return done

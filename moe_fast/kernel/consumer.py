@@ -61,7 +61,8 @@ def consume(
     k: cutlass.Constexpr[KernelShape], a: Args, sA: cute.Tensor, sAh: cute.Tensor, sB: cute.Tensor, sG: cute.Tensor,
     sC: cute.Tensor, sRest: cute.Tensor, sE: cute.Tensor, hidden: tuple,
     rows_memory: cute.Pointer, memory: cute.Pointer,
-    sBias: cute.Pointer, peers: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer, empty: cute.Pointer,
+    sBias: cute.Pointer, peers: cute.Pointer, shares: cute.Pointer, scratch: cute.Pointer, full: cute.Pointer,
+    empty: cute.Pointer,
     chunk_full: cute.Pointer, chunk_empty: cute.Pointer, few_free: cute.Pointer, sent: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, height: Int32, token_tiles: Int32, thread: Int32,
@@ -335,5 +336,5 @@ def consume(
     if cute.arch.vote_all_sync(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)):
         if cutlass.const_expr(k.by_token):
             sum_rest(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
-        combine(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
+        combine(k, dtype, a, side, shares, block, blocks, warp_id, lane)
     mark(k, a, block, 0, start, Phase.COMBINE, thread == 0)

@@ -30,6 +30,7 @@ import cutlass.utils as utils
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from moe_fast.kernel.combine import SHARE_WORDS
 from moe_fast.kernel.constants import (
     CARRIED_ROWS,
     FEW_ROWS,
@@ -172,6 +173,7 @@ class MegaKernel:
             chunk_empty: cute.struct.MemRange[Int64, 4]
             sent: cute.struct.MemRange[Int64, k.sent]
             over: cute.struct.MemRange[Int64, 1]
+            shares: cute.struct.MemRange[Int64, SHARE_WORDS // 2]
             few_free: cute.struct.MemRange[Int64, int(k.carries)]
             peers: cute.struct.MemRange[Int64, k.ranks]
             slots: cute.struct.MemRange[Int64, k.words]
@@ -236,6 +238,7 @@ class MegaKernel:
         chunk_full, chunk_empty = s.chunk_full.data_ptr(), s.chunk_empty.data_ptr()
         sent, slots, asked = s.sent.data_ptr(), s.slots.data_ptr(), s.asked.data_ptr()
         few_free = s.few_free.data_ptr()
+        shares = cute.recast_ptr(s.shares.data_ptr(), dtype=Int32)
         over = cute.recast_ptr(s.over.data_ptr(), dtype=Int32)
         if warp_id == 0:
             for descriptor in (
@@ -341,7 +344,7 @@ class MegaKernel:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             consume(
                 k, a, sA, sAh, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
-                s.sC.data_ptr(), sBias, s.peers.data_ptr(), scratch, ab_full, ab_empty, chunk_full, chunk_empty,
+                s.sC.data_ptr(), sBias, s.peers.data_ptr(), shares, scratch, ab_full, ab_empty, chunk_full, chunk_empty,
                 few_free, sent, slots, word_full, word_empty, pair, epoch, side, block, blocks, processors,
                 *gate_tiles(a.tokens, processors), thread - 128,
             )  # fmt: skip

@@ -297,9 +297,9 @@ class KernelShape:
 
     @property
     def backlog(self) -> int:
-        """Second products for each processor that wait while there are first ones: BACKLOG first products' time of
-        them."""
-        return BACKLOG * max(1, ceil_div(self.depth0, self.depth1))
+        """Second products for each processor that wait while there are first ones: as many as take as long as BACKLOG
+        first ones."""
+        return max(1, BACKLOG * self.depth0 // self.depth1)
 
     def task_rows(self, row_tiles):
         """Tasks in one column of `row_tiles` neighbouring row tiles that are dealt: one for each, or one for two, the
