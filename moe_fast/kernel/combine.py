@@ -17,6 +17,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import nvvm
 
 from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
@@ -52,9 +53,14 @@ IN_FLIGHT = 16
 """Loads that a lane has in flight."""
 TOKENS_PER_TURN = 4
 """Tokens that a warp takes at a time; divides TOKEN_TILE, and a warp has MAX_TOP_K lanes for each."""
-PIECES = 4
+FEW_CHOICES = 4
+"""Choices of a token up to which a spare warp asks for those of all tokens that it takes at one time; for more it has
+no registers."""
+MOST_ASKED = 32 << 10
+"""Bytes of rows that a consumer warp has brought into L2 ahead, at most: those of all warps must have room there."""
+SHARES = 4
 """Pieces of neighbouring tokens, at most TOKEN_TILE, that a block claims together."""
-PUT_BY, TICKET, LOOKED_AT, SHARE_WORDS = PIECES, 2 * PIECES, 2 * PIECES + 1, 2 * PIECES + 2
+PUT_BY, TICKET, LOOKED_AT, SHARE_WORDS = SHARES, 2 * SHARES, 2 * SHARES + 1, 2 * SHARES + 2
 """What a block's warps share when they combine: of each piece the tokens that it has claimed, and those that were put
 by; how many turns are given out, and looked at."""
 
@@ -228,6 +234,16 @@ def finish_token(
         combine_token(k, dtype, a, side, token, choices, number, lane)
 
 
+def ask_for_rows(k: KernelShape, a: Args, side, token):
+    """One thread: have the results of a token brought into L2, where they lie side by side: the older ones have left it
+    long ago, and a warp has no registers to wait for those of several tokens at one time."""
+    if k.by_token or k.put or k.fixed:
+        return
+    size = k.top_k * k.hidden * k.element_size
+    place = a.heap + a.returned_at + (Int64(side) * a.max_tokens + token) * size
+    nvvm.cp_async_bulk_prefetch(gmem(place, align=16).to_llvm_ptr(), Int32(size).ir_value())
+
+
 @cute.jit
 def claim(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, token_tile: Int32, bits: Int32, lane: Int32
@@ -279,11 +295,13 @@ def combine_early(
                 turn = first
         token = tile * TOKEN_TILE + lane
         back = Boolean(False)
+        taken = read(side_counters(a, side), combined_word(k, a, tile), sem="relaxed", scope="gpu")
         if token < a.tokens:
             scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
+            # before the acquire, which what comes after it would wait for
+            target = read(targets, token)
             seen = read(counters, token * k.signal_words, sem="relaxed" if k.put else "acquire", scope=scope)
-            back = reached(seen, read(targets, token))
-        taken = read(side_counters(a, side), combined_word(k, a, tile), sem="relaxed", scope="gpu")
+            back = reached(seen, target)
         bits = cute.arch.vote_ballot_sync(back) & ~taken
         if bits != 0:
             if cutlass.const_expr(k.put):
@@ -296,16 +314,27 @@ def combine_early(
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 start = Int64(cute.arch.globaltimer())
-            # two at a time: what one warp has claimed, the consumers can't help with when the products are over
-            others = bits & (bits - 1)
-            bits = claim(k, a, side, tile, bits ^ (others & (others - 1)), lane)
+            # few at a time: what one warp has claimed, the consumers can't help with when the products are over
+            others = bits
+            for _ in cutlass.range_constexpr(TOKENS_PER_TURN):
+                others = others & (others - 1)
+            bits = claim(k, a, side, tile, bits ^ others, lane)
+            if (bits >> lane) & 1 != 0:
+                ask_for_rows(k, a, side, tile * TOKEN_TILE + lane)
+            choices, number = (), Int32(0)
+            if cutlass.const_expr(k.top_k <= FEW_CHOICES and not k.by_token):
+                rest = bits
+                for i in cutlass.range_constexpr(32 // MAX_TOP_K - 1):
+                    if lane >= (i + 1) * MAX_TOP_K:
+                        rest = rest & (rest - 1)
+                choices = choices_of(k, a, tile * TOKEN_TILE + lowest(rest), lane)
             while bits != 0:
-                token = tile * TOKEN_TILE + lowest(bits)
-                choices = ()
-                if cutlass.const_expr(not k.by_token):
-                    # one after the other: a spare warp has no registers for the second one's meanwhile
-                    choices = choices_of(k, a, token, lane)
-                finish_token(k, dtype, a, side, token, choices, Int32(0), lane)
+                token, own = tile * TOKEN_TILE + lowest(bits), choices
+                if cutlass.const_expr(k.top_k > FEW_CHOICES and not k.by_token):
+                    own = choices_of(k, a, token, lane)
+                finish_token(k, dtype, a, side, token, own, number, lane)
+                if cutlass.const_expr(k.top_k <= FEW_CHOICES):
+                    number += 1
                 bits = bits & (bits - 1)
             if cutlass.const_expr(k.trace):
                 if lane == 0:
@@ -325,7 +354,7 @@ def combine(
 ):  # fmt: skip
     """The consumer warps of a block combine its share of the tokens that nobody has combined yet.
 
-    A share is up to PIECES pieces of neighbouring tokens, claimed together, and looked at TOKENS_PER_TURN at a time by
+    A share is up to SHARES pieces of neighbouring tokens, claimed together, and looked at TOKENS_PER_TURN at a time by
     whichever warp is free. What isn't back then is put by, and waited for when all have been looked at, by any warp
     again: so who comes early has work as long as there is any, and the last results, which come all at one time, are
     divided among all warps. Where there are more warps than tokens, each has one.
@@ -337,11 +366,11 @@ def combine(
     for _ in cutlass.range_constexpr(2):
         if a.tokens < size * blocks:
             size = size // 2
-    pieces, turns = (a.tokens + size - 1) // size, size // TOKENS_PER_TURN * PIECES
+    pieces, turns = (a.tokens + size - 1) // size, size // TOKENS_PER_TURN * SHARES
     begin, end = block, pieces
     if few:
         begin, end = Int32(0), Int32(1)
-    for first in range(begin, end, blocks * PIECES):
+    for first in range(begin, end, blocks * SHARES):
         # of the next tokens: the first one, and which are this warp's
         token, bits, piece, place = block * 8 + warp, Int32(0), Int32(0), Int32(0)
         patient, go = few, Boolean(True)
@@ -362,12 +391,12 @@ def combine(
                     turn = next_turn(shares + TICKET, lane)
                     patient = turn >= turns
                     if turn < turns:
-                        piece, place = turn % PIECES, turn // PIECES * TOKENS_PER_TURN
+                        piece, place = turn % SHARES, turn // SHARES * TOKENS_PER_TURN
                         mine = cute.arch.load(shares + piece, Int32)
                         bits = (mine >> place) & (2**TOKENS_PER_TURN - 1)
                 if patient:
                     go = looked_at < turns
-                    for p in cutlass.range_constexpr(PIECES):
+                    for p in cutlass.range_constexpr(SHARES):
                         if bits == 0:
                             left = cute.arch.load(shares + PUT_BY + p, Int32, sem="relaxed", scope="cta", ss="cta")
                             left = cute.arch.shuffle_sync(left, 0)
@@ -395,9 +424,9 @@ def share_out(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, shares: cute.Pointer, first: Int32, size: Int32,
     pieces: Int32, blocks: Int32, warp: Int32, lane: Int32,
 ):  # fmt: skip
-    """A block's warps claim its next PIECES pieces, each of up to `size` tokens: number `first` and every `blocks`-th
+    """A block's warps claim its next SHARES pieces, each of up to `size` tokens: number `first` and every `blocks`-th
     behind it. Between two barriers."""
-    if warp < PIECES:
+    if warp < SHARES:
         piece, mine = first + warp * blocks, Int32(0)
         if piece < pieces:
             tile, shift = piece * size // TOKEN_TILE, piece * size % TOKEN_TILE
@@ -448,6 +477,9 @@ def combine_turn(
     token = min(first + lane % TOKENS_PER_TURN, a.tokens - 1)
     target = read(targets, token)
     mine = Boolean((bits >> (lane % TOKENS_PER_TURN)) & 1 != 0)
+    if cutlass.const_expr(TOKENS_PER_TURN * k.top_k * k.hidden * k.element_size <= MOST_ASKED):
+        if mine and lane < TOKENS_PER_TURN:
+            ask_for_rows(k, a, side, token)
     scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
     back = Boolean(False)
     if mine:

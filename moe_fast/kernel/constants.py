@@ -47,6 +47,8 @@ AHEAD = 8
 BACKLOG = 4
 """For how many first products' time second ones are kept back while there are first ones left: those that end last have
 their own second ones ready only then, and everybody else needs work as long as that takes."""
+DEEP = 128
+"""Steps of a second product from which on it is deep, see `KernelShape.halves`."""
 SENDERS = 2
 """Of so many spare warps one sends rows to other ranks, where `KernelShape.few_send`. All together would have 4 MB on
 their way, several times what NVLink needs to be busy, and whatever else crosses would queue behind."""

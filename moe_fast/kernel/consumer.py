@@ -53,7 +53,7 @@ from moe_fast.kernel.sums import sum_rest
 from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same, field_void
 from moe_fast.kernel.tokens import list_all_tokens
 from moe_fast.kernel.transport import landings_of, peers_mapped, put_results, runs_of_warp
-from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
+from moe_ref.runtime.encoding import GEMM0, GEMM1_HIGH, GEMM1_LOW, STOP, task_slot
 
 
 @cute.jit
@@ -206,6 +206,8 @@ def consume(
                 used = group == 0 or used
             else:
                 used = used and field_void(fields) == 0
+            if cutlass.const_expr(k.halves):
+                used = used and not (kind == GEMM1_LOW and group == 1) and not (kind == GEMM1_HIGH and group == 0)
             few, mine = Int32(0), Boolean(False)
             if cutlass.const_expr(k.carries):
                 few = field_few(fields)

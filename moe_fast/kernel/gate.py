@@ -26,8 +26,8 @@ from moe_fast.kernel.signals import Args, add, gmem, read, side_counters, word, 
 LOG2E = 1.4426950408889634
 NEGATIVE = -3.0e38
 """Below every score: a struck-out or absent expert."""
-SHORT = 4
-"""Columns in eights up to which the choice's code is short."""
+SHORT, ROOM = 4, 16
+"""Columns in eights up to which the choice's code is short, and up to which there is room for a copy of a row."""
 TINY = 1e-20
 """Guards the renormalisation of a token whose scores are all zero."""
 
@@ -277,17 +277,23 @@ def choose(
 
     begin: first token of the tile.
     """
-    # One row after the other, by the same code where it is long: it runs once a call, so it is fetched from memory, and
-    # that takes longer than all it does. Short code has room for both, the steps of one fill the waits of the other.
     groups = (k.experts + 7) // 8
-    for half in cutlass.range(2, unroll=2 if groups <= SHORT else 1):
-        row = cute.make_rmem_tensor(2 * groups, Float32)
-        for g in cutlass.range_constexpr(groups):
-            for i in cutlass.range_constexpr(2):
-                row[g * 2 + i] = logits[g * 4 + i]
-                if half > 0:
-                    row[g * 2 + i] = logits[g * 4 + 2 + i]
-        choose_row(k, a, row, begin, (thread >> 5) * 16 + (thread % 32 >> 2) + half * 8, scratch, thread % 4)
+    first = (thread >> 5) * 16 + (thread % 32 >> 2)
+    if cutlass.const_expr(groups > SHORT and groups <= ROOM):
+        # One row after the other, by the same code: it runs once a call, so it is fetched from memory, and where it is
+        # long that takes longer than all it does.
+        for half in cutlass.range(2, unroll=1):
+            row = cute.make_rmem_tensor(2 * groups, Float32)
+            for g in cutlass.range_constexpr(groups):
+                for i in cutlass.range_constexpr(2):
+                    row[g * 2 + i] = logits[g * 4 + i]
+                    if half > 0:
+                        row[g * 2 + i] = logits[g * 4 + 2 + i]
+            choose_row(k, a, row, begin, first + half * 8, scratch, thread % 4)
+    else:
+        for half in cutlass.range_constexpr(2):
+            row = cute.make_tensor(logits.iterator + half * 2, cute.make_layout((2, groups), stride=(1, 4)))
+            choose_row(k, a, row, begin, first + half * 8, scratch, thread % 4)
 
 
 @cute.jit

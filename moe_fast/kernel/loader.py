@@ -26,7 +26,7 @@ from moe_fast.kernel.signals import (
     wait_reached,
 )
 from moe_fast.kernel.tile_pairs import carried_tile, field_few, field_rows, field_same
-from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
+from moe_ref.runtime.encoding import GEMM0, GEMM1, GEMM1_HIGH, STOP, task_slot
 
 
 @cute.jit
@@ -293,7 +293,17 @@ def load(
                     )  # fmt: skip
                     cute.arch.fence_proxy("async")
                     gA, gB = gSecond[(None, low, None, expert)], gSecond[(None, high, None, expert)]
-                    if rows > TILE_ROWS // 2:
+                    half = Boolean(False)
+                    if cutlass.const_expr(k.halves):
+                        half = kind != GEMM1
+                    if half:
+                        upper = Int32(kind == GEMM1_HIGH)
+                        count = load_product(
+                            k, k.depth1, full, empty, count, aHiddenHalf,
+                            gHiddenHalf[(None, row_tile * 2 + upper, None)], sHiddenHalf, aSecond, gA, gB, sSecond,
+                            asked, TILE_ROWS // 2, couple, upper,
+                        )  # fmt: skip
+                    elif rows > TILE_ROWS // 2:
                         count = load_product(
                             k, k.depth1, full, empty, count, aHidden, gHidden[(None, row_tile, None)], sHidden,
                             aSecond, gA, gB, sSecond, asked, TILE_ROWS, couple,

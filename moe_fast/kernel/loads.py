@@ -72,6 +72,7 @@ def load_product(
     asked: cute.Pointer,
     rows_there: cutlass.Constexpr,
     pair: tuple,
+    part: Int32 | int = 0,
 ) -> Int32:
     """The whole loader warp streams one task's operands; returns the new running count of stages.
 
@@ -79,7 +80,7 @@ def load_product(
     operands, and not long before, for a task that waits behind this one could run elsewhere.
     rows_there: rows that rows_atom loads, 128, or 64 or FEW_ROWS where the others are padding (rows_smem then counts
     such parts of a stage). What a stage holds in their place multiplies into rows of results that nobody reads.
-    pair: see `load_weights`.
+    pair: see `load_weights`. part: which part of a stage they go to.
     """
     for step in range(depth):
         stage = count % STAGES
@@ -90,7 +91,7 @@ def load_product(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + TILE_COLUMNS) * LINE_BYTES)
         arrive_lanes(k, full + stage)
-        place = stage * (TILE_ROWS // rows_there)
+        place = stage * (TILE_ROWS // rows_there) + part
         cute.copy(rows_atom, rows[(None, step)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
         load_weights(k, weight_atom, first_half, second_half, weight_smem, step, full, stage, pair)
         count += 1

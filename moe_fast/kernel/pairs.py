@@ -47,14 +47,26 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
-from moe_fast.kernel.constants import FIELDS_SHIFT, PlanWord
+from moe_fast.kernel.constants import FIELDS_SHIFT, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
 from moe_fast.kernel.scheduler import next_mail, next_ticket
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Role, read
-from moe_fast.kernel.tile_pairs import FIELDS, SAME_BIT, VOID, at_least, field_wide
-from moe_ref.runtime.encoding import GEMM0, NONE, STOP, pack_task, task_column_tile, task_kind, task_row_tile
+from moe_fast.kernel.tile_pairs import FIELDS, SAME_BIT, VOID, at_least, field_few, field_rows, field_wide
+from moe_ref.runtime.encoding import (
+    GEMM0,
+    GEMM1,
+    GEMM1_HIGH,
+    GEMM1_LOW,
+    KIND_BITS,
+    NONE,
+    STOP,
+    pack_task,
+    task_column_tile,
+    task_kind,
+    task_row_tile,
+)
 
 WORD, FULL, FREE = range(3)
 """The inbox: a word in the second block; barriers of its arrival (there) and of its having been read (in the first)."""
@@ -80,10 +92,36 @@ def pair_words(task, slots, tiles, fields, columns):
         column = task_column_tile(task) * (1 + wide)
         # of an odd number of columns the second member has no last one
         void = wide * member * (1 - at_least(columns - column, 2))
-        own = (fields[member] & FIELDS) * (1 - void) + VOID * void
-        word = pack_task(task_kind(task), slots[member], tiles[member], column + wide * member * (1 - void))
+        kind = task_kind(task)
+        low, high = halves_of(kind)
+        tall = is_tall(fields[member])
+        # of a low row tile the lower half is all of it
+        void = void | (high * (1 - tall))
+        kind = kind - low * (1 - tall) * (GEMM1_LOW - GEMM1)
+        own = (fields[member] & FIELDS) * (1 - void) + (VOID | (fields[member] & (1 << SAME_BIT))) * void
+        word = pack_task(kind, slots[member], tiles[member], column + wide * member * (1 - void))
         words.append(word | (own << FIELDS_SHIFT))
     return tuple(words)
+
+
+def halves_of(kind):
+    """(1 if a GEMM task is a lower half else 0, 1 if it is an upper half else 0)."""
+    high = at_least(kind, GEMM1_HIGH)
+    return at_least(kind, GEMM1_LOW) - high, high
+
+
+def is_tall(fields):
+    """1 if a row tile has rows in its upper half, else 0."""
+    return at_least(field_rows(fields), TILE_ROWS // 2 + 1)
+
+
+def dealt_kind(kind, fields):
+    """What becomes of a GEMM task of this kind for a tile pair with these fields of its members: a half is one only
+    where a member is tall and none carries rows; else the lower half is the whole task, and of the upper one nothing is
+    left (NONE)."""
+    low, high = halves_of(kind)
+    kept = (is_tall(fields[0]) | is_tall(fields[1])) * (1 - at_least(field_few(fields[0]) + field_few(fields[1]), 1))
+    return kind - (1 - kept) * (low * (GEMM1_LOW - GEMM1) + high * (GEMM1_HIGH - NONE))
 
 
 def dropped_column(column, columns, wide):
@@ -132,8 +170,13 @@ def dispatch_pair_words(
                     columns = Int32(k.columns1)
                     if kind == GEMM0:
                         columns = Int32(k.columns0)
-                    wide = field_wide(read(a.tile_rows, Int32(task_row_tile(word))))
-                    if dropped_column(Int32(task_column_tile(word)), columns, wide) != 0:
+                    fields = read(a.tile_rows, Int32(task_row_tile(word)))
+                    wide = field_wide(fields)
+                    if cutlass.const_expr(k.halves):
+                        other_fields = read(a.tile_rows, Int32(task_row_tile(word)) + 1)
+                        kind = dealt_kind(kind, (fields, other_fields))
+                        word = Int64(kind) | (word & ~Int64((1 << KIND_BITS) - 1))
+                    if kind == NONE or dropped_column(Int32(task_column_tile(word)), columns, wide) != 0:
                         word = Int64(NONE)
             if Int32(task_kind(word)) != STOP:
                 first = Int32(task_row_tile(word))

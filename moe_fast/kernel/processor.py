@@ -166,6 +166,7 @@ def count_returned(
     fields: Int32,
     member: Int32,
     routed: Boolean,
+    halves: Int32,
     lane: Int32,
 ):
     """The storer warp, after the consumers have issued the stores of a GEMM1 tile: make them visible, then count them.
@@ -175,6 +176,9 @@ def count_returned(
     and l + 96. Carried rows are counted by lane 1, twice a column tile where each member of a pair computes half of it,
     and signalled by the last one to do so. Its second fence hands on what the storers of the other column tiles made
     visible.
+
+    Where the last tasks are halves (`KernelShape.halves`), row tiles are counted in halves: of a column tile 2 for a
+    whole task, or for a half that is all there is. Elsewhere `halves` is 1.
 
     In the wire format "tokens" results stay here: those of another rank's token are counted for whoever sums them.
     """
@@ -191,12 +195,12 @@ def count_returned(
         place = returned_word(k, a, row_tile)
         if not routed:
             place = shared_returned(a, row_tile)
-        before = fetch_add(counters, place)
+        before = fetch_add(counters, place, halves)
     if cutlass.const_expr(k.carries):
         if lane == 1 and few > 0:
             before = fetch_add(counters, returned_word(k, a, other))
     of_few = k.columns1 * (1 + field_same(fields))
-    if cute.arch.shuffle_sync(before, 0) == k.columns1 - 1:
+    if cute.arch.shuffle_sync(before, 0) == k.columns1 * (1 + k.halves) - halves:
         fence_results(k)
         if not aborted(a):
             for i in cutlass.range_constexpr(TILE_ROWS // 32):

@@ -41,6 +41,7 @@ from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import (
     GEMM0,
     GEMM1,
+    GEMM1_LOW,
     NONE,
     STOP,
     gemm0_tasks,
@@ -215,6 +216,20 @@ def prefix_of_ones(flag: Boolean) -> Int32:
     return length
 
 
+def seconds_before(block, whole, per):
+    """Second products that are dealt before those of the `block`-th ready block: `per` for each of the first `whole`
+    ones, twice as many halves for the others."""
+    over = block - whole
+    return (block + (over & ~(over >> 31))) * per
+
+
+def block_of_second(number, whole, per):
+    """Which ready block second product `number` is of; inverse of `seconds_before`."""
+    over = number - whole * per
+    over = over & ~(over >> 31)
+    return (number - over) // per + over // (2 * per)
+
+
 @cute.jit
 def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32, processors: Int32, lane: Int32):
     """The Scheduler: one warp; lane l serves processors l, l + 32, ... One round is one trip to memory.
@@ -228,6 +243,12 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
     blocks = ceil_div(row_tiles, k.block_tiles)
     per0, per1 = size * k.columns0, size * k.columns1
     backlog = processors * k.backlog
+    # blocks whose second products are dealt whole; those of the last blocks come in halves, about one task for each
+    # processor, where row tiles are high enough for it
+    whole = blocks
+    if cutlass.const_expr(k.halves):
+        if a.tokens * (k.top_k * k.ranks) >= k.experts * TILE_ROWS:
+            whole = max(blocks - max(processors // per1, Int32(1)), Int32(0))
     sent = cute.make_rmem_tensor(lanes_of, Int32)
     free = cute.make_rmem_tensor(lanes_of, Int32)
     sent.fill(0)
@@ -242,15 +263,15 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
                 taken = read(counters, taken_at(k, a, lane + 32 * j), sem="relaxed", scope="gpu")
                 free[j] = 1 - (sent[j] - taken)
             wanted += free[j]
-        block0, block1 = head0 // per0, head1 // per1
+        block0, block1 = head0 // per0, block_of_second(head1, whole, per1)
         entry0, entry1 = Int32(0), Int32(0)
         if block0 + lane < blocks:
             entry0 = read(counters, ready_at(k, a, 0, block0 + lane), sem="relaxed", scope="gpu")
         if block1 + lane < blocks:
             entry1 = read(counters, ready_at(k, a, 1, block1 + lane), sem="relaxed", scope="gpu")
-        inside0, inside1 = head0 - block0 * per0, head1 - block1 * per1
+        inside0 = head0 - block0 * per0
         ready0 = prefix_of_ones(entry0 != 0) * per0 - inside0
-        ready1 = prefix_of_ones(entry1 != 0) * per1 - inside1
+        ready1 = seconds_before(block1 + prefix_of_ones(entry1 != 0), whole, per1) - head1
         rank = wanted
         for d in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(rank, 1 << d, mask_and_clamp=0)
@@ -262,15 +283,19 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
         beyond = min(total, max(ready1 - backlog, Int32(0)))
         give0 = min(total - beyond, ready0)
         give1 = min(total - give0, ready1)
-        if head0 + head1 < blocks * (per0 + per1):
+        if head0 + head1 < blocks * per0 + seconds_before(blocks, whole, per1):
             for j in cutlass.range_constexpr(lanes_of):
-                at1 = inside1 + rank
+                at1 = head1 + rank
+                of1 = block_of_second(at1, whole, per1)
                 at0 = inside0 + max(rank - give1, Int32(0))
-                chosen1 = cute.arch.shuffle_sync(entry1, (at1 // per1) & 31) - 1
+                chosen1 = cute.arch.shuffle_sync(entry1, (of1 - block1) & 31) - 1
                 chosen0 = cute.arch.shuffle_sync(entry0, (at0 // per0) & 31) - 1
                 if free[j] > 0:
                     if rank < give1 + give0:
-                        kind, block, place = Int32(GEMM1), chosen1, at1 % per1
+                        kind, block, place = Int32(GEMM1), chosen1, at1 - seconds_before(of1, whole, per1)
+                        if cutlass.const_expr(k.halves):
+                            if of1 >= whole:
+                                kind, place = Int32(GEMM1_LOW) + place % 2, place // 2
                         if rank >= give1:
                             kind, block, place = Int32(GEMM0), chosen0, at0 % per0
                         # the row tile runs fastest; the processor looks the expert slot up

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from moe_fast.kernel.constants import (
     BACKLOG,
+    DEEP,
     HALF_COLUMNS,
     LINE_BYTES,
     MANY_COLUMNS,
@@ -384,6 +385,15 @@ class KernelShape:
         followers of the wire format "tokens" where their leaders lie. Written for 16-bit layers whose processors are
         pairs of blocks. Every column tile gathers a row anew, so where there are many a copy costs less."""
         return self.paired and self.element_size == 2 and self.columns0 <= MANY_COLUMNS
+
+    @property
+    def halves(self) -> bool:
+        """Whether the last second products are dealt in halves of their rows (`scheduler`): where they are deep, one
+        that begins late keeps everybody waiting for long. A half takes two thirds of the time of the whole, so
+        elsewhere little is gained. Written for 16-bit layers whose processors are pairs of blocks, for direct
+        stores."""
+        possible = self.paired and self.element_size == 2 and not (self.put or self.by_token)
+        return possible and self.scheduler != "tickets" and self.depth1 >= DEEP
 
     @property
     def few_send(self) -> bool:

@@ -13,7 +13,7 @@ from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
 from moe_fast.kernel.tile_pairs import field_rows, field_void, field_wide
 from moe_fast.kernel.transport import count_put
-from moe_ref.runtime.encoding import GEMM0, STOP, task_slot
+from moe_ref.runtime.encoding import GEMM0, GEMM1, STOP, task_slot
 
 
 @cute.jit
@@ -48,6 +48,11 @@ def store(
             rows = field_rows(fields)
             if cutlass.const_expr(k.paired):
                 routed = field_void(fields) == 0
+            # of a row tile's column tile, two of which are the whole
+            halves = Int32(1)
+            if cutlass.const_expr(k.halves):
+                if kind == GEMM1:
+                    halves = Int32(2)
             start = Int64(0)
             if cutlass.const_expr(k.trace):
                 if kind == GEMM0:
@@ -103,9 +108,9 @@ def store(
                 else:
                     if cutlass.const_expr(k.paired):
                         if routed:
-                            count_returned(k, a, side, row_tile, fields, member_of(block), routed, lane)
+                            count_returned(k, a, side, row_tile, fields, member_of(block), routed, halves, lane)
                     else:
-                        count_returned(k, a, side, row_tile, fields, member_of(block), routed, lane)
+                        count_returned(k, a, side, row_tile, fields, member_of(block), routed, halves, lane)
                 returns += 1
             if cutlass.const_expr(k.trace):
                 if lane == 0:

@@ -25,10 +25,14 @@ SEQUENCE_BITS = 63 - TASK_BITS
 TASK_MASK = (1 << TASK_BITS) - 1
 SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
-NONE, DISPATCH, GEMM0, GEMM1, COMBINE, STOP = 0, 1, 2, 3, 4, 7
-"""Kinds. NONE is zero, so memory that was zeroed once holds no task; STOP ends the actor that reads it."""
+NONE, DISPATCH, GEMM0, GEMM1, COMBINE, GEMM1_LOW, GEMM1_HIGH, STOP = range(8)
+"""Kinds. NONE is zero, so memory that was zeroed once holds no task; STOP ends the actor that reads it. GEMM1_LOW and
+GEMM1_HIGH are a GEMM1 task's lower and upper half of the rows, which only the kernel deals."""
 
-KIND_NAMES = {NONE: "none", DISPATCH: "dispatch", GEMM0: "gemm0", GEMM1: "gemm1", COMBINE: "combine", STOP: "stop"}
+KIND_NAMES = {
+    NONE: "none", DISPATCH: "dispatch", GEMM0: "gemm0", GEMM1: "gemm1", COMBINE: "combine", GEMM1_LOW: "gemm1",
+    GEMM1_HIGH: "gemm1", STOP: "stop",
+}  # fmt: skip
 
 
 def pack_task(kind, slot, row_tile, column_tile):

@@ -586,7 +586,8 @@ class Pipeline:
         self.tasks, self.late, self.pause = tasks, late, pause
         depth1 = columns[0] * chunks
         self.k = types.SimpleNamespace(
-            paired=members == 2, carries=members == 2, gathers=gathers, gated=chunks == 2, interleaved=False,
+            paired=members == 2, carries=members == 2, gathers=gathers, halves=False, gated=chunks == 2,
+            interleaved=False,
             expert_bias=False, shared_intermediate=0, by_token=False, put=False, put_from_shared=False, trace=False,
             activation="none", line=64, element_size=2, gate_columns=8, signal_words=1, columns0=columns[0],
             columns1=columns[1], depth0=depth0, depth1=depth1, chunks0=chunks, intermediate=depth1 * 64,

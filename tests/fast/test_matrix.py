@@ -18,6 +18,7 @@ from harness import ROUTINGS
 from kernel_source import parsed
 
 from moe_fast.kernel import constants, regions
+from moe_fast.kernel.combine import SHARE_WORDS
 from moe_fast.kernel.gather import SOURCES
 from moe_fast.kernel.shapes import KernelShape
 
@@ -142,7 +143,7 @@ def shared_bytes(shape: KernelShape) -> int:
     space = {
         "cute": names(struct=names(MemRange=Range, Align=Align), cosize=lambda elements: elements),
         "Int64": names(size=8), "dtype": operand, "operand": operand, "k": shape, "STAGES": constants.STAGES,
-        "SOURCES": SOURCES, "TILE_COLUMNS": constants.TILE_COLUMNS,
+        "SHARE_WORDS": SHARE_WORDS, "SOURCES": SOURCES, "TILE_COLUMNS": constants.TILE_COLUMNS,
         "lA": constants.TILE_ROWS * shape.line * constants.STAGES,
         "lB": constants.TILE_COLUMNS * shape.line * constants.STAGES, "lC": constants.TILE_ROWS * shape.line * 2,
     }  # fmt: skip

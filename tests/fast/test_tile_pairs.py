@@ -20,13 +20,23 @@ from optional import cutlass_dsl
 
 from moe_fast.kernel import tile_pairs
 from moe_fast.kernel.constants import CARRIED_ROWS, FIELDS_SHIFT, HALF_COLUMNS, STAGES, TILE_COLUMNS, TILE_ROWS
-from moe_fast.kernel.pairs import dropped_column, pair_words
+from moe_fast.kernel.pairs import dealt_kind, dropped_column, pair_words
 from moe_fast.kernel.regions import workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.tile_pairs import EARLY, FIELDS
 from moe_ref.config import MoEConfig
 from moe_ref.layout import ceil_div
-from moe_ref.runtime.encoding import GEMM1, pack_task, reached, task_column_tile, task_row_tile, task_slot
+from moe_ref.runtime.encoding import (
+    GEMM1,
+    GEMM1_HIGH,
+    GEMM1_LOW,
+    pack_task,
+    reached,
+    task_column_tile,
+    task_kind,
+    task_row_tile,
+    task_slot,
+)
 
 QWEN3 = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
 PAPER = MoEConfig(2048, 2048, 128, 2, activation="relu", gated=False, dtype="bfloat16")
@@ -101,11 +111,15 @@ def test_every_number_is_the_tile_that_the_pairs_written_down_have_there(rows, c
     assert found == {2 * u + m: part for u, pair in enumerate(want) for m, part in enumerate(pair)}
 
 
-def tasks_of(parts: dict[int, tuple[int, int, int]], columns: int) -> Iterator[tuple[int, int, int, list[Piece]]]:
-    """What the blocks of all pairs compute in one of the products: (member, row tile, fields, pieces) of every task.
+def tasks_of(
+    parts: dict[int, tuple[int, int, int]], columns: int, halved: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, int, int, list[Piece], int]]:
+    """What the blocks of all pairs compute in one of the products: (member, row tile, fields, pieces, halves) of every
+    task; halves as `count_returned` counts them.
 
     parts: of each number that is dealt, the expert slot, the place in the buffers and the fields of its row tile. A
-    piece is half a column tile of a row: (row tile, row in it, column tile, half).
+    piece is half a column tile of a row: (row tile, row in it, column tile, half). halved: whether a task is dealt in
+    halves.
     """
     for first in range(0, len(parts), 2):
         slots, tiles, fields = zip(parts[first], parts[first + 1], strict=True)
@@ -113,21 +127,30 @@ def tasks_of(parts: dict[int, tuple[int, int, int]], columns: int) -> Iterator[t
         for task in range(columns):
             if dropped_column(task, columns, tile_pairs.field_wide(fields[0])):
                 continue
-            words = pair_words(pack_task(GEMM1, 0, first, task), slots, tiles, fields, columns)
-            for member, word in enumerate(words):
+            kinds = [dealt_kind(kind, fields) for kind in ((GEMM1_LOW, GEMM1_HIGH) if halved() else (GEMM1,))]
+            words = [
+                pair_words(pack_task(kind, 0, first, task), slots, tiles, fields, columns) for kind in kinds if kind
+            ]
+            for member, word in ((member, word) for both in words for member, word in enumerate(both)):
                 own, tile, column = word >> FIELDS_SHIFT, tiles[member], task_column_tile(word)
                 # weights and rows are loaded even where nothing is computed
                 assert (task_slot(word), task_row_tile(word)) == (slots[member], tile)
                 assert 0 <= column < columns
+                assert tile_pairs.field_same(own) == tile_pairs.field_same(fields[0]), "both load what both expect"
                 pieces = []
                 if not tile_pairs.field_void(own):
-                    pieces = [(tile, row, column, half) for row in range(tile_pairs.field_rows(own)) for half in (0, 1)]
+                    rows = range(tile_pairs.field_rows(own))
+                    if task_kind(word) != GEMM1:
+                        rows = rows[:64] if task_kind(word) == GEMM1_LOW else rows[64:]
+                        assert len(rows) > 0
+                        assert not tile_pairs.field_few(own)
+                    pieces = [(tile, row, column, half) for row in rows for half in (0, 1)]
                     few = tile_pairs.carried_tile(own, member, tile)
                     # of two blocks that have the same weights each takes half of the columns
                     halves = (member,) if tile_pairs.field_same(own) else (0, 1)
                     carried = range(tile_pairs.field_few(own))
                     pieces += [(few, row, column, half) for row in carried for half in halves]
-                yield member, tile, own, pieces
+                yield member, tile, own, pieces, 1 + (task_kind(word) == GEMM1)
 
 
 def pieces_of(rows: list[int], columns: int) -> set[Piece]:
@@ -139,9 +162,9 @@ def pieces_of(rows: list[int], columns: int) -> set[Piece]:
 
 
 @given(st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 700)), min_size=1, max_size=8), st.booleans(),
-       st.integers(1, 7))  # fmt: skip
-@settings(max_examples=150, deadline=None)
-def test_every_column_of_every_row_is_computed_once(rows, carries, columns):
+       st.integers(1, 7), st.booleans())  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_every_column_of_every_row_is_computed_once(rows, carries, columns, halved):
     sums = list(itertools.accumulate((tile_pairs.count_pairs(count, carries) for count in rows), initial=0))
     begun = list(itertools.accumulate((ceil_div(count, TILE_ROWS) for count in rows), initial=0))
     parts = {}
@@ -150,7 +173,7 @@ def test_every_column_of_every_row_is_computed_once(rows, carries, columns):
             number, fields = tile_pairs.place_tile(tile, count, sums[expert], sums[-1], carries)
             for member in range(1 + tile_pairs.field_wide(fields)):
                 parts[number + member] = expert, begun[expert] + tile, fields
-    found = Counter(piece for *_, pieces in tasks_of(parts, columns) for piece in pieces)
+    found = Counter(piece for _, _, _, pieces, _ in tasks_of(parts, columns, lambda: halved) for piece in pieces)
     assert found == dict.fromkeys(pieces_of(rows, columns), 1)
 
 
@@ -442,10 +465,10 @@ class Taken(Exception):
 class Storers:
     """The storers of all pairs, one GEMM1 task after the other; each as 32 lanes that run `count_returned`."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, halves: bool) -> None:
         self.counters: Counter[int] = Counter()
         self.signalled: list[tuple[int, int]] = []
-        self.k = types.SimpleNamespace(carries=True, columns1=columns, top_k=1, by_token=False)
+        self.k = types.SimpleNamespace(carries=True, columns1=columns, top_k=1, by_token=False, halves=halves)
         self.a = types.SimpleNamespace(rank=0, back_at=0)
         self.fences = 0
         names: dict[str, Any] = {"TILE_ROWS": TILE_ROWS, "HOME_BITS": 26}
@@ -474,10 +497,10 @@ class Storers:
         assert self.fences > 1, "signalled without a fence after the count"
         self.signalled.append(divmod(token, TILE_ROWS))
 
-    def fetch_add(self, counters: int, place: int) -> int:
+    def fetch_add(self, counters: int, place: int, value: int = 1) -> int:
         if self.before is not None:
-            self.counters[place] += 1
-            return self.counters[place] - 1
+            self.counters[place] += value
+            return self.counters[place] - value
         return self.answers[self.lane]
 
     def shuffle(self, value: int, lane: int) -> int:
@@ -486,16 +509,16 @@ class Storers:
             raise Taken
         return self.answers[lane]
 
-    def task(self, tile: int, fields: int, member: int) -> list[tuple[int, int]]:
+    def task(self, tile: int, fields: int, member: int, halves: int) -> list[tuple[int, int]]:
         """The rows that the storer of one task signals."""
         self.before, self.signalled = {}, []
         for self.lane in range(32):
             with pytest.raises(Taken):
-                self.count(self.k, self.a, 0, tile, fields, member, True, self.lane)
+                self.count(self.k, self.a, 0, tile, fields, member, True, halves, self.lane)
         self.answers, self.before = self.before, None
         for self.lane in range(32):
             self.fences = 0
-            self.count(self.k, self.a, 0, tile, fields, member, True, self.lane)
+            self.count(self.k, self.a, 0, tile, fields, member, True, halves, self.lane)
         return self.signalled
 
 
@@ -506,20 +529,22 @@ class Storers:
 )  # fmt: skip
 @pytest.mark.parametrize("columns", [1, 3, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_row_is_signalled_once_and_after_all_that_compute_it(rows, columns, seed):
-    """Tasks of all pairs, columns and members end in any order; a row is complete with the last column of the last
-    block that computes a part of it. Who has nothing to compute counts nothing, see `storer`."""
+@pytest.mark.parametrize("halves", [False, True])
+def test_every_row_is_signalled_once_and_after_all_that_compute_it(rows, columns, seed, halves):
+    """Tasks of all pairs, columns and members end in any order, some of them in halves; a row is complete with the last
+    column of the last block that computes a part of it. Who has nothing to compute counts nothing, see `storer`."""
     choose = random.Random(seed)
     a, places, dealt = tables(rows, [(0, 0)] * len(rows)) if rows else (None, [], 0)
-    tasks = [task for task in tasks_of(parts_of(a, dealt), columns) if task[3]]
-    left = Counter((tile, row) for *_, pieces in tasks for tile, row, *_ in pieces)
+    halved = (lambda: choose.random() < 0.5) if halves else (lambda: False)
+    tasks = [task for task in tasks_of(parts_of(a, dealt), columns, halved) if task[3]]
+    left = Counter((tile, row) for _, _, _, pieces, _ in tasks for tile, row, *_ in pieces)
     every = {(tile, row) for tile, (e, begun) in enumerate(places) for row in range(min(rows[e] - begun, TILE_ROWS))}
     assert left == dict.fromkeys(every, 2 * columns), "a row that isn't computed, or padding"
     choose.shuffle(tasks)
-    storers, signalled = Storers(columns), Counter()
-    for member, tile, fields, pieces in tasks:
+    storers, signalled = Storers(columns, halves), Counter()
+    for member, tile, fields, pieces, parts in tasks:
         left.subtract((tile, row) for tile, row, *_ in pieces)
-        found = storers.task(tile, fields, member)
+        found = storers.task(tile, fields, member, parts if halves else 1)
         assert all(left[row] == 0 for row in found), "signalled before it is complete"
         signalled.update(found)
     assert signalled == dict.fromkeys(every, 1)
@@ -552,7 +577,7 @@ def test_second_products_are_ready_with_the_last_hidden_tile(rows, columns, size
         make_ready=lambda k, a, side, queue, block: ready.append(block),
     )  # fmt: skip
     k = types.SimpleNamespace(paired=True, block_tiles=size, columns0=columns)
-    tasks = [(tile, fields) for _, tile, fields, pieces in tasks_of(parts, columns) if pieces]
+    tasks = [(tile, fields) for _, tile, fields, pieces, _ in tasks_of(parts, columns) if pieces]
     numbers = {tile: [n for n, part in parts.items() if part[1] == tile] for tile, _ in tasks}
     random.Random(columns).shuffle(tasks)
     left = Counter(numbers[tile][0] // size for tile, _ in tasks)
@@ -687,3 +712,13 @@ def test_only_pairs_of_16_bit_layers_carry():
         KernelShape.from_config(QWEN3.replace(intermediate=64 * (STAGES - 1)), 1),
     ):
         assert not other.carries, other.name
+
+
+@pytest.mark.parametrize("per", [1, 3, 64])
+@pytest.mark.parametrize("whole", [0, 1, 5])
+def test_second_products_of_the_last_blocks_are_dealt_in_halves(per, whole):
+    """Which ready block each second product is of: `per` of each of the first ones, then twice as many."""
+    before, of = (kernel_function("scheduler", name) for name in ("seconds_before", "block_of_second"))
+    want = [block for block in range(9) for _ in range(per * (1 + (block >= whole)))]
+    assert [of(number, whole, per) for number in range(len(want))] == want
+    assert [before(block, whole, per) for block in range(9)] == [want.index(block) for block in range(9)]
