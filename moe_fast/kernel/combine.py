@@ -60,9 +60,9 @@ MOST_ASKED = 32 << 10
 """Bytes of rows that a consumer warp has brought into L2 ahead, at most: those of all warps must have room there."""
 SHARES = 4
 """Pieces of neighbouring tokens, at most TOKEN_TILE, that a block claims together."""
-PUT_BY, TICKET, LOOKED_AT, SHARE_WORDS = SHARES, 2 * SHARES, 2 * SHARES + 1, 2 * SHARES + 2
+PUT_BY, TICKET, LOOKED_AT, USABLE, SHARE_WORDS = (SHARES * 2 + i for i in (-SHARES, 0, 1, 2, 4))
 """What a block's warps share when they combine: of each piece the tokens that it has claimed, and those that were put
-by; how many turns are given out, and looked at."""
+by; how many turns are given out, and looked at; whether there is anything to combine. An even number of words."""
 
 
 def result_at_home(k: KernelShape, a, first, token, where, j: int, inside, further: int):
@@ -302,7 +302,7 @@ def combine_early(
             target = read(targets, token)
             seen = read(counters, token * k.signal_words, sem="relaxed" if k.put else "acquire", scope=scope)
             back = reached(seen, target)
-        bits = cute.arch.vote_ballot_sync(back) & ~taken
+        bits = cute.arch.vote_ballot_sync(back) & ~cute.arch.shuffle_sync(taken, 0)
         if bits != 0:
             if cutlass.const_expr(k.put):
                 # only now, for it empties L1, from where rows are put
@@ -413,6 +413,7 @@ def combine(
                 go = Boolean(False)
             elif not patient:
                 if lane == 0:
+                    # should another warp see the second before the first, it leaves early: this one doesn't
                     if bits != done:
                         cute.arch.atomic_or(shares + PUT_BY + piece, (bits ^ done) << place, sem="relaxed", scope="cta")
                     cute.arch.atomic_add(shares + LOOKED_AT, Int32(1), sem="relaxed", scope="cta")

@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
-from moe_fast.kernel.combine import combine
+from moe_fast.kernel.combine import USABLE, combine
 from moe_fast.kernel.constants import (
     CARRIED_ROWS,
     HOME_BITS,
@@ -335,7 +335,11 @@ def consume(
         number += 1
 
     start = now(k)
-    if cute.arch.vote_all_sync(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)):
+    # decided once for all warps, which meet in there
+    if thread == 0:
+        cute.arch.store(shares + USABLE, Int32(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)))
+    sync_consumers()
+    if cute.arch.load(shares + USABLE, Int32) != 0:
         if cutlass.const_expr(k.by_token):
             sum_rest(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
         combine(k, dtype, a, side, shares, block, blocks, warp_id, lane)

@@ -98,7 +98,7 @@ def scores_in_place(
     """Turn a row's logits into what the choice is made among, scores as a rule; returns nonzero if a logit isn't
     finite. logit: this thread's two of every eight columns."""
     groups = (k.experts + 7) // 8
-    # zero as long as all are finite
+    # zero as long as all are finite; the compiler mustn't know that numbers are (no fast-math here)
     nought = Float32(0.0)
     top = Float32(NEGATIVE)
     for g in cutlass.range_constexpr(groups):
@@ -280,8 +280,8 @@ def choose(
     groups = (k.experts + 7) // 8
     first = (thread >> 5) * 16 + (thread % 32 >> 2)
     if cutlass.const_expr(groups > SHORT and groups <= ROOM):
-        # One row after the other, by the same code: it runs once a call, so it is fetched from memory, and where it is
-        # long that takes longer than all it does.
+        # By the same code, one row after the other: it runs once a call, so it is fetched from memory, and where it is
+        # long that takes longer than what it does.
         for half in cutlass.range(2, unroll=1):
             row = cute.make_rmem_tensor(2 * groups, Float32)
             for g in cutlass.range_constexpr(groups):

@@ -53,7 +53,7 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int3
     begin = part * per_part
     end = min(begin + per_part, token_tiles)
     total = Int32(0)
-    # Where there are many parts each has few tiles; code for more would be fetched from memory in vain.
+    # Few experts are many parts of few tiles each: code for more would be fetched from memory in vain.
     size = min(BATCH, max(256 // k.plan_parts, 8))
     batch = cute.make_rmem_tensor(size, Int32)
     for first in range(begin, end, size):

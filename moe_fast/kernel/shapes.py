@@ -299,7 +299,7 @@ class KernelShape:
     @property
     def backlog(self) -> int:
         """Second products for each processor that wait while there are first ones: as many as take as long as BACKLOG
-        first ones."""
+        first ones. The Scheduler looks at 32 ready blocks: where they hold no more, all first products come first."""
         return max(1, BACKLOG * self.depth0 // self.depth1)
 
     def task_rows(self, row_tiles):

@@ -33,7 +33,7 @@ def all_there(
     lists. If one of them gives up instead, it has raised the flag that the loader's wait looks at.
     """
     early, lacking = Int32(EARLY if k.early else 0), Int32(0)
-    # no branch between the loads: all are on their way before the first is looked at
+    # no branch between the loads of a kind: all are on their way before the first is looked at
     numbers = [min(first + i, row_tiles - 1) for i in range(k.block_tiles)]
     tiles = [read(a.tile_at, t) if k.paired else buffer_tile(k, a, t) for t in numbers]
     fields = [read(a.tile_rows, t) if k.carries or k.early else 0 for t in numbers]
