@@ -26,7 +26,7 @@ from moe_ref.runtime.encoding import reached
 LANES, WARPS = 32, 8
 TILE = constants.TOKEN_TILE
 SIDE = 1
-K = SimpleNamespace(ranks=2, signal_words=2, by_token=False)
+K = SimpleNamespace(ranks=2, signal_words=2, by_token=False, top_k=2, hidden=1 << 20, element_size=2)
 BACK, TARGETS, CLAIMED = 1 << 40, 2 << 40, 3 << 40
 """Addresses in global memory; smaller ones are words of shared memory."""
 SHARED_WORDS = 64
