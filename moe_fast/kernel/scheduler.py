@@ -243,11 +243,11 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
     blocks = ceil_div(row_tiles, k.block_tiles)
     per0, per1 = size * k.columns0, size * k.columns1
     backlog = processors * k.backlog
-    # blocks whose second products are dealt whole; those of the last blocks come in halves, about one task for each
-    # processor, where row tiles are high enough for it
+    # Blocks whose second products are dealt whole; those of the last blocks come in halves, about one task for each
+    # processor, where an expert has two tile pairs or more: with one, two halves would stream all of its weights twice.
     whole = blocks
     if cutlass.const_expr(k.halves):
-        if a.tokens * (k.top_k * k.ranks) >= k.experts * TILE_ROWS:
+        if a.tokens * (k.top_k * k.ranks) >= k.experts * (4 * TILE_ROWS):
             whole = max(blocks - max(processors // per1, Int32(1)), Int32(0))
     sent = cute.make_rmem_tensor(lanes_of, Int32)
     free = cute.make_rmem_tensor(lanes_of, Int32)
