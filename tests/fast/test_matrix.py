@@ -164,3 +164,4 @@ def test_every_variant_fits_into_shared_memory(ranks):
     assert max(sizes.values()) <= 227 * 1024
     assert min(sizes.values()) > 224 * 1024
     assert {shape.gathers for shape in shapes} == {True, False}
+    assert {shape.halves for shape in shapes} == {True, False}

@@ -243,7 +243,7 @@ PAIRS = [
         replace(TINY, scheduler="tickets"), replace(SMALL, replicas="mixed"), replace(UNEVEN[0], experts=9),
         Case(1024, 384, 60, 8, "gelu", False, "float16", (1, 45), scheduler="spare_warps", capacity_factor=0.5),
         Case(256, 512, 61, 5, "silu", True, "float32", (300, 0), scheduler="spare_warps"),
-        Case(512, 8192, 4, 2, "silu", True, "bfloat16", (1100, 1000), "remainders", scheduler="spare_warps"),
+        Case(512, 8192, 8, 2, "silu", True, "bfloat16", (2200, 2100), "remainders", scheduler="spare_warps"),
     )
 ]  # fmt: skip
 """Processors of two blocks: many row tiles of an expert and few, an odd number of them, products of one step, and deep
