@@ -1,11 +1,13 @@
-"""Single functions of `moe_fast.kernel` on the CPU, one thread at a time, without the DSL."""
+"""Single functions of `moe_fast.kernel` on the CPU, without the DSL, by one thread or by some that meet."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
+import threading
 import types
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,28 @@ def kernel_loop(module: str, name: str, *variables: str, **names: Any) -> Any:
     space = stand_ins() | names
     exec(compile(source, f"{module}.py", "exec"), space)
     return space[f"{name}_loop"]
+
+
+def run_together(count: int, role: Callable[[int], Any], *barriers: threading.Barrier) -> list[Any]:
+    """role(0) to role(count - 1) in threads that meet in the barriers; what they return. If one fails, the barriers let
+    the others go, and its error is raised, not theirs."""
+    answers: list[Any] = [None] * count
+    failed: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            answers[number] = role(number)
+        except BaseException as error:
+            failed.append(error)
+            for barrier in barriers:
+                barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    if failed:
+        raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    return answers

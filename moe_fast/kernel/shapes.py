@@ -390,8 +390,8 @@ class KernelShape:
     def halves(self) -> bool:
         """Whether the last second products are dealt in halves of their rows (`scheduler`): where they are deep, one
         that begins late keeps everybody waiting for long. A half takes two thirds of the time of the whole, so
-        elsewhere little is gained. Written for 16-bit layers whose processors are pairs of blocks, for direct
-        stores."""
+        elsewhere little is gained. Written for 16-bit layers whose processors are pairs of blocks, for a Scheduler,
+        direct stores and the wire format "routes"."""
         possible = self.paired and self.element_size == 2 and not (self.put or self.by_token)
         return possible and self.scheduler != "tickets" and self.depth1 >= DEEP
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_source import kernel_function
+from kernel_source import kernel_function, run_together
 
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
@@ -27,7 +27,6 @@ def run_choice(k: KernelShape, row: np.ndarray) -> list[tuple[int, np.float32]]:
     shared: tuple[list, list] = [None] * 4, [None] * 4
     local = threading.local()
     found: list[list[tuple[int, Any]]] = [[] for _ in range(4)]
-    errors: list[BaseException] = []
 
     def shuffle(value: Any, distance: int) -> Any:
         # in turn, so that one barrier is enough: nobody is two ahead of another who still reads
@@ -42,21 +41,11 @@ def run_choice(k: KernelShape, row: np.ndarray) -> list[tuple[int, np.float32]]:
     def one(quad: int) -> None:
         local.quad, local.turn = quad, 0
         score = np.array([row[c] if c < k.experts else NEGATIVE for c in columns_of(k, quad)], np.float32)
-        try:
-            for _ in range(k.top_k):
-                column, weight = best_column(k, None, score, quad)
-                found[quad].append((column if column < k.experts else -1, weight))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
+        for _ in range(k.top_k):
+            column, weight = best_column(k, None, score, quad)
+            found[quad].append((column if column < k.experts else -1, weight))
 
-    threads = [threading.Thread(target=one, args=(quad,)) for quad in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    run_together(4, one, barrier)
     assert found[1:] == found[:1] * 3
     return found[0]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_source import kernel_function
+from kernel_source import kernel_function, run_together
 
 from moe_fast.kernel.constants import LINE_BYTES, STAGES, TILE_ROWS
 from moe_fast.kernel.regions import gate_tiles, most_gate_tiles, workspace_regions
@@ -125,7 +125,6 @@ class Block:
         self.warps = [threading.Barrier(32) for _ in range(8)]
         self.values: list[Any] = [0] * 256
         self.own = threading.local()
-        self.failures: list[BaseException] = []
 
     def sync_warp(self) -> None:
         self.warps[self.own.thread // 32].wait()
@@ -157,22 +156,9 @@ class Block:
     def run(self, function: Callable[[int], None]) -> None:
         def one(thread: int) -> None:
             self.own.thread = thread
-            try:
-                function(thread)
-            except BaseException as error:
-                self.failures.append(error)
-                for barrier in (self.everyone, *self.warps):
-                    barrier.abort()
+            function(thread)
 
-        threads = [threading.Thread(target=one, args=(t,)) for t in range(256)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        real = [error for error in self.failures if not isinstance(error, threading.BrokenBarrierError)]
-        if real:
-            raise real[0]
-        assert not self.failures
+        run_together(256, one, self.everyone, *self.warps)
 
 
 PROCESSORS, EXPERTS, PARTS, SIDE, MAX_TOKENS = 3, 5, 2, 1, 512

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_source import run_together
 
 from moe_fast.kernel import constants, limits
 from moe_fast.kernel.shapes import KernelShape
@@ -67,25 +68,14 @@ class Warp:
         self.barrier = threading.Barrier(LANES, timeout=20)
         # in turn, so that one barrier is enough: nobody is two ahead of another who still reads
         self.shared: tuple[list, list] = [None] * LANES, [None] * LANES
-        errors: list[BaseException] = []
 
         def one(lane: int) -> None:
             own = [int(lanes[i][lane]) if lanes and i in lanes else value for i, value in enumerate(arguments)]
             self.local.lane, self.local.turn = lane, 0
-            try:
-                self.names[function](*own, lane)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
+            self.names[function](*own, lane)
 
         self.local = threading.local()
-        threads = [threading.Thread(target=one, args=(lane,)) for lane in range(LANES)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        run_together(LANES, one, self.barrier)
 
     def together(self, value) -> list:
         """Every lane's value."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_source import kernel_function
+from kernel_source import kernel_function, run_together
 from optional import cutlass_dsl
 
 from moe_fast.kernel import tile_pairs
@@ -245,26 +245,11 @@ class Threads:
         return self.together(value, lambda values, t: sum(values[:t]))
 
     def run(self, role: Callable[[int], Any]) -> list[Any]:
-        answers: list[Any] = [None] * THREADS
-
-        def one(thread: int) -> None:
+        def one(thread: int) -> Any:
             self.own.thread = thread
-            try:
-                answers[thread] = role(thread)
-            except BaseException as error:
-                answers[thread] = error
-                self.meet.abort()
+            return role(thread)
 
-        threads = [threading.Thread(target=one, args=(t,), daemon=True) for t in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        others = [error for error in failed if not isinstance(error, threading.BrokenBarrierError)]
-        if failed:
-            raise (others or failed)[0]
-        return answers
+        return run_together(THREADS, one, self.meet)
 
 
 def tables(
