@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import nvvm
 
-from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE
+from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE, PlanWord
 from moe_fast.kernel.gemm import LOG2E
 from moe_fast.kernel.scans import sync_consumers
 from moe_fast.kernel.shapes import KernelShape
@@ -165,12 +165,25 @@ def choices_of(k: cutlass.Constexpr[KernelShape], a: Args, token: Int32, lane: I
     return expert, scale, place
 
 
+def steps_together(k: KernelShape) -> int:
+    """Steps whose loads a lane has in flight together."""
+    return max(1, IN_FLIGHT // (k.top_k + (1 if k.shared_intermediate else 0)))
+
+
+def most_parts(k: KernelShape) -> int:
+    """Among how many warps the columns of a token may be divided. In the wire format "tokens" it wasn't tried."""
+    if k.by_token:
+        return 1
+    return max(1, k.hidden * k.element_size // STEP_BYTES // steps_together(k))
+
+
 @cute.jit
 def combine_token(
     k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, choices: tuple,
-    number: Int32, lane: Int32,
+    number: Int32, part: Int32, parts: Int32, lane: Int32,
 ):  # fmt: skip
-    """One warp sums the K results of one token, number `number` of those that it has the choices of."""
+    """One warp sums the K results of one token, number `number` of those that it has the choices of: all columns, or
+    part `part` of `parts`, at most `most_parts`."""
     row_bytes = k.hidden * k.element_size
     if cutlass.const_expr(k.fixed):
         first = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
@@ -192,9 +205,8 @@ def combine_token(
     shared_weight = Float32(1.0)
     if cutlass.const_expr(k.shared_gate):
         shared_weight = gate_of_shared(k, dtype, a, token, lane)
-    steps = k.hidden * k.element_size // STEP_BYTES
-    width = max(1, IN_FLIGHT // (k.top_k + (1 if k.shared_intermediate else 0)))
-    for v in cutlass.range(steps // width, unroll=1):
+    steps, width = k.hidden * k.element_size // STEP_BYTES, steps_together(k)
+    for v in cutlass.range(part, steps // width, parts, unroll=1):
         combine_vector(
             k,
             dtype,
@@ -210,28 +222,30 @@ def combine_token(
         )
     if cutlass.const_expr(steps % width > 0):
         inside = steps // width * width * STEP_BYTES
-        combine_vector(
-            k, dtype, a, first, token, weight, valid, where, shared_weight, Int64(inside + lane * 16), steps % width
-        )
+        if part == 0:
+            combine_vector(
+                k, dtype, a, first, token, weight, valid, where, shared_weight, Int64(inside + lane * 16), steps % width
+            )
     if cutlass.const_expr(row_bytes % STEP_BYTES > 0):
         tail = steps * STEP_BYTES + lane * 16
-        if tail < row_bytes:
+        if part == 0 and tail < row_bytes:
             combine_vector(k, dtype, a, first, token, weight, valid, where, shared_weight, Int64(tail), 1)
 
 
 @cute.jit
 def finish_token(
     k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, token: Int32, choices: tuple,
-    number: Int32, lane: Int32,
+    number: Int32, part: Int32, parts: Int32, lane: Int32,
 ):  # fmt: skip
-    """One warp: y of a token, in either wire format. choices, number: see `combine_token`; () for "tokens"."""
+    """One warp: y of a token, in either wire format. choices, number, part, parts: see `combine_token`; for "tokens" ()
+    and all of it."""
     if cutlass.const_expr(k.by_token):
         shared_weight = Float32(1.0)
         if cutlass.const_expr(k.shared_gate):
             shared_weight = gate_of_shared(k, dtype, a, token, lane)
         combine_sums(k, dtype, a, side, token, shared_weight, lane)
     else:
-        combine_token(k, dtype, a, side, token, choices, number, lane)
+        combine_token(k, dtype, a, side, token, choices, number, part, parts, lane)
 
 
 def ask_for_rows(k: KernelShape, a: Args, side, token):
@@ -257,6 +271,18 @@ def claim(
 
 
 @cute.jit
+def tell_usable(a: Args, shares: cute.Pointer):
+    """One thread, before its block's consumers come to combine: whether there is anything to. It is decided once for
+    all of them, for they meet in there; and ahead of time, for at the end everybody waits for them."""
+    cute.arch.store(shares + USABLE, Int32(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)))
+
+
+def are_few(a: Args, blocks):
+    """Whether there are no more tokens than consumer warps."""
+    return a.tokens <= blocks * 8
+
+
+@cute.jit
 def combine_early(
     k: cutlass.Constexpr[KernelShape],
     dtype: cutlass.Constexpr,
@@ -266,16 +292,20 @@ def combine_early(
     stride: Int32,
     over: cute.Pointer,
     block: Int32,
+    blocks: Int32,
     lane: Int32,
 ):
     """A spare warp, while products run: the tokens of tiles first, first + stride, ... whose rows are all back. In the
-    wire format "tokens" other ranks' tokens, too, whose results are all here: their sums go home.
+    wire format "tokens" other ranks' tokens, too, whose results are all here: their sums go home. Few tokens are left
+    to the consumers, one of whose warps waits for each anyway, or several.
 
     over: word of shared memory that is nonzero when this block has no more products.
     """
     counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     go = Boolean(first * TOKEN_TILE < a.tokens)
+    if cutlass.const_expr(not k.by_token):
+        go = go and not are_few(a, blocks)
     tile = first
     if cutlass.const_expr(k.by_token):
         landed = landed_tiles(k, a, side, TOKEN_TILE) * (k.ranks - 1)
@@ -332,7 +362,7 @@ def combine_early(
                 token, own = tile * TOKEN_TILE + lowest(bits), choices
                 if cutlass.const_expr(k.top_k > FEW_CHOICES and not k.by_token):
                     own = choices_of(k, a, token, lane)
-                finish_token(k, dtype, a, side, token, own, number, lane)
+                finish_token(k, dtype, a, side, token, own, number, Int32(0), Int32(1), lane)
                 if cutlass.const_expr(k.top_k <= FEW_CHOICES):
                     number += 1
                 bits = bits & (bits - 1)
@@ -357,11 +387,14 @@ def combine(
     A share is up to SHARES pieces of neighbouring tokens, claimed together, and looked at TOKENS_PER_TURN at a time by
     whichever warp is free. What isn't back then is put by, and waited for when all have been looked at, by any warp
     again: so who comes early has work as long as there is any, and the last results, which come all at one time, are
-    divided among all warps. Where there are more warps than tokens, each has one.
+    divided among all warps. Where there are more warps than tokens, each has one, or a part of its columns.
 
     shares: SHARE_WORDS in shared memory.
     """
-    few = Boolean(a.tokens <= blocks * 8)
+    few = Boolean(are_few(a, blocks))
+    parts = Int32(1)
+    if few:
+        parts = min(blocks * 8 // max(a.tokens, 1), most_parts(k))
     size = Int32(TOKEN_TILE)
     for _ in cutlass.range_constexpr(2):
         if a.tokens < size * blocks:
@@ -372,14 +405,18 @@ def combine(
         begin, end = Int32(0), Int32(1)
     for first in range(begin, end, blocks * SHARES):
         # of the next tokens: the first one, and which are this warp's
-        token, bits, piece, place = block * 8 + warp, Int32(0), Int32(0), Int32(0)
+        token, part = (block * 8 + warp) // parts, (block * 8 + warp) % parts
+        bits, piece, place = Int32(0), Int32(0), Int32(0)
         patient, go = few, Boolean(True)
         if few:
             if token < a.tokens:
-                if claim(k, a, side, token // TOKEN_TILE, Int32(1) << token % TOKEN_TILE, lane) != 0:
-                    bits = Int32(1)
+                bits = Int32(1)
+                if cutlass.const_expr(k.by_token):
+                    if claim(k, a, side, token // TOKEN_TILE, Int32(1) << token % TOKEN_TILE, lane) == 0:
+                        bits = Int32(0)
         else:
-            sync_consumers()
+            if first != begin:
+                sync_consumers()
             share_out(k, a, side, shares, first, size, pieces, blocks, warp, lane)
             sync_consumers()
         while go:
@@ -408,7 +445,7 @@ def combine(
                 token = (first + piece * blocks) * size + place
             done = Int32(0)
             if bits != 0:
-                done = combine_turn(k, dtype, a, side, token, bits, patient, lane)
+                done = combine_turn(k, dtype, a, side, token, bits, patient, part, parts, lane)
             if few:
                 go = Boolean(False)
             elif not patient:
@@ -466,10 +503,11 @@ def next_turn(ticket: cute.Pointer, lane: Int32) -> Int32:
 @cute.jit
 def combine_turn(
     k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, first: Int32, bits: Int32,
-    patient: Boolean, lane: Int32,
+    patient: Boolean, part: Int32, parts: Int32, lane: Int32,
 ) -> Int32:  # fmt: skip
     """One warp: of up to TOKENS_PER_TURN tokens from `first` on, this warp's (bits), combine those that are back;
-    patient: all of them, as they come. Returns the bits of those that are combined."""
+    patient: all of them, as they come. Returns the bits of those that are combined. part, parts: see `combine_token`.
+    """
     counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
     targets = a.back_target + Int64(side * a.max_tokens) * 4
     choices = ()
@@ -491,5 +529,5 @@ def combine_turn(
     done = cute.arch.vote_ballot_sync(back) & bits
     for i in range(TOKENS_PER_TURN):
         if ((done >> i) & 1) != 0:
-            finish_token(k, dtype, a, side, first + i, choices, Int32(i), lane)
+            finish_token(k, dtype, a, side, first + i, choices, Int32(i), part, parts, lane)
     return done

@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
-from moe_fast.kernel.combine import USABLE, combine
+from moe_fast.kernel.combine import USABLE, combine, tell_usable
 from moe_fast.kernel.constants import (
     CARRIED_ROWS,
     HOME_BITS,
@@ -113,7 +113,12 @@ def consume(
     if block == blocks - 1:
         sync_consumers()
         start = now(k)
-        make_plan(k, a, epoch, side, token_tiles, scratch, thread)
+        # a block without tokens has the time to rehearse
+        rehearsals = Int32(0)
+        if cutlass.const_expr(not k.placed):
+            rehearsals = Int32(block >= token_tiles)
+        for i in cutlass.range(rehearsals + 1, unroll=1):
+            make_plan(k, a, epoch, side, token_tiles, scratch, thread, i == rehearsals)
         mark(k, a, block, 0, start, Phase.PLAN, thread == 0)
     each = routes_per_thread(k)
     routes = tuple(cute.make_rmem_tensor(size, Int32) for size in (each, each, 2))
@@ -335,10 +340,12 @@ def consume(
         number += 1
 
     start = now(k)
-    # decided once for all warps, which meet in there
-    if thread == 0:
-        cute.arch.store(shares + USABLE, Int32(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)))
-    sync_consumers()
+    if cutlass.const_expr(k.scheduler == "os_block"):
+        # the Scheduler's block has no dispatcher
+        if block >= processors:
+            if thread == 0:
+                tell_usable(a, shares)
+            sync_consumers()
     if cute.arch.load(shares + USABLE, Int32) != 0:
         if cutlass.const_expr(k.by_token):
             sum_rest(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)

@@ -320,12 +320,12 @@ class MegaKernel:
                         if cutlass.const_expr(k.paired):
                             if member_of(block) == 0:
                                 dispatch_pair_words(
-                                    k, a, side, slots, word_full, word_empty, asked, inbox, block, processors
+                                    k, a, side, slots, word_full, word_empty, asked, shares, inbox, block, processors
                                 )
                             else:
-                                pass_words_on(k, a, side, slots, word_full, word_empty, inbox, processors)
+                                pass_words_on(k, a, side, slots, word_full, word_empty, shares, inbox, processors)
                         else:
-                            dispatch_words(k, a, side, slots, word_full, word_empty, asked, block, processors)
+                            dispatch_words(k, a, side, slots, word_full, word_empty, asked, shares, block, processors)
                 elif warp_id == 2:
                     store(
                         k, a, aOut, tOut, shared, sCs, chunk_full, chunk_empty, sent, slots, word_full, word_empty,

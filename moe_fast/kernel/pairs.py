@@ -47,6 +47,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
+from moe_fast.kernel.combine import tell_usable
 from moe_fast.kernel.constants import FIELDS_SHIFT, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
@@ -138,6 +139,7 @@ def dispatch_pair_words(
     full: cute.Pointer,
     empty: cute.Pointer,
     asked: cute.Pointer,
+    shares: cute.Pointer,
     inbox: cute.Pointer,
     block: Int32,
     blocks: Int32,
@@ -190,6 +192,7 @@ def dispatch_pair_words(
         if not go:
             # as in `dispatch_words`
             wait_list(a, side, blocks)
+            tell_usable(a, shares)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
         number += 1
@@ -203,6 +206,7 @@ def pass_words_on(
     slots: cute.Pointer,
     full: cute.Pointer,
     empty: cute.Pointer,
+    shares: cute.Pointer,
     inbox: cute.Pointer,
     blocks: Int32,
 ):
@@ -224,6 +228,7 @@ def pass_words_on(
         cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
         if not go:
             wait_list(a, side, blocks)
+            tell_usable(a, shares)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
         number += 1

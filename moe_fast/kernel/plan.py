@@ -46,9 +46,11 @@ def tiles_per_part(k: KernelShape, token_tiles):
 
 
 @cute.jit
-def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int32, part: Int32, expert: Int32) -> Int32:
+def sum_histograms(
+    k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int32, part: Int32, expert: Int32, real: Boolean
+) -> Int32:
     """Routes of one part of the token tiles to an expert; leaves in the histogram the routes of the part's tiles before
-    each one."""
+    each one. real: see `make_plan`."""
     per_part = tiles_per_part(k, token_tiles)
     begin = part * per_part
     end = min(begin + per_part, token_tiles)
@@ -62,7 +64,7 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int3
             if first + i < end:
                 batch[i] = read(a.histogram, (first + i) * k.experts + expert)
         for i in cutlass.range_constexpr(size):
-            if first + i < end:
+            if first + i < end and real:
                 write(a.histogram, (first + i) * k.experts + expert, total)
             total += batch[i]
     return total
@@ -71,19 +73,25 @@ def sum_histograms(k: cutlass.Constexpr[KernelShape], a: Args, token_tiles: Int3
 @cute.jit
 def make_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, token_tiles: Int32, scratch: cute.Pointer,
-    thread: Int32,
+    thread: Int32, real: Boolean,
 ):  # fmt: skip
-    """The planner. scratch: 2304 words of shared memory; with replicas 8192."""
+    """The planner. scratch: 2304 words of shared memory; with replicas 8192.
+
+    real: else a rehearsal while the routes aren't known yet, of one token's to the first K experts. Its code runs once
+    a call and is long: fetched from memory while everybody waits for the plan, it takes longer than what it does. A
+    rehearsal writes only what the plan will overwrite before anybody reads it, and tells nobody.
+    """
     # scratch: 0-7 scan, 8 whether all is well, 64-319 one word per thread, 512- one word per rank, twice, 1024- four
     # words per slot, or five
     counters = side_counters(a, side)
     if cutlass.const_expr(k.placed):
         replicas.load_tables(k, a, scratch, thread)
-    # with put-with-signal into this rank's own memory, from where a warp puts it
-    bases = [a.heap] if k.put or k.ranks == 1 else [peer(a, p) for p in range(k.ranks)]
     ok = Boolean(True)
     if thread == 0:
-        ok = wait_reached(counters, Counter.ROUTED, token_tiles, a, Role.PLANNER, Wait.ROUTED, token_tiles, "gpu")
+        routed = token_tiles
+        if not real:
+            routed = Int32(0)
+        ok = wait_reached(counters, Counter.ROUTED, routed, a, Role.PLANNER, Wait.ROUTED, token_tiles, "gpu")
         cute.arch.store(scratch + 8, Int32(ok))
     sync_consumers()
     # thread -> (part of the token tiles, expert)
@@ -94,7 +102,7 @@ def make_plan(
     # asked for here, used when the counts leave
     status = read(a.plan, PlanWord.STATUS)
     if expert < k.experts:
-        here = sum_histograms(k, a, token_tiles, part, expert)
+        here = sum_histograms(k, a, token_tiles, part, expert, real)
     cute.arch.store(sums + thread, here)
     sync_consumers()
     mine = Int32(0)
@@ -104,7 +112,9 @@ def make_plan(
         mine += other
         if p < part:
             before_part += other
-    if thread >= k.experts:
+    if not real:
+        mine = Int32(1)
+    if thread >= k.experts or not (real or thread < k.top_k):
         mine = Int32(0)
     kept = mine
     if cutlass.const_expr(k.drops):
@@ -117,6 +127,25 @@ def make_plan(
     if expert < k.experts:
         write(a.list_start, part * k.experts + expert, cute.arch.load(sums + expert, Int32) + before_part)
 
+    if real:
+        tell_counts(k, a, epoch, side, scratch, thread, kept, mine, status)
+    sync_consumers()
+
+    if cutlass.const_expr(k.placed):
+        place_replicas(k, a, side, scratch, thread, start)
+    else:
+        place_experts(k, a, side, scratch, thread, start, kept, status, real)
+
+
+@cute.jit
+def tell_counts(
+    k: cutlass.Constexpr[KernelShape], a: Args, epoch: Int32, side: Int32, scratch: cute.Pointer, thread: Int32,
+    kept: Int32, mine: Int32, status: Int32,
+):  # fmt: skip
+    """The ranks exchange their rows of counts. kept, mine: of thread e, this rank's routes to expert e, within its
+    capacity and all. status: this rank's."""
+    # with put-with-signal into this rank's own memory, from where a warp puts it
+    bases = [a.heap] if k.put or k.ranks == 1 else [peer(a, p) for p in range(k.ranks)]
     # my row of counts to every rank
     row = (side * k.ranks + a.rank) * Int32(k.counts_stride)
     told = not k.put and k.ranks > 1
@@ -152,12 +181,6 @@ def make_plan(
                 )  # fmt: skip
                 if not heard:
                     cute.arch.store(scratch + 8, Int32(0))
-    sync_consumers()
-
-    if cutlass.const_expr(k.placed):
-        place_replicas(k, a, side, scratch, thread, start)
-    else:
-        place_experts(k, a, side, scratch, thread, start, kept, status)
 
 
 @cute.jit
@@ -181,17 +204,19 @@ def place_replicas(
         row_tiles = Int32(0)
         near = Int32(0)
         far = Int32(0)
-    publish_plan(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+    publish_plan(
+        k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status, Boolean(True)
+    )
 
 
 @cute.jit
 def place_experts(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32, start: Int32,
-    mine: Int32, known: Int32,
+    mine: Int32, known: Int32, real: Boolean,
 ):  # fmt: skip
     """The planner's second half, experts in blocks: where every expert begins in its owner's tiles and in my send list.
 
-    start, mine: of thread e, my routes to experts before e and to e. known: this rank's status.
+    start, mine: of thread e, my routes to experts before e and to e. known: this rank's status. real: see `make_plan`.
     """
     counts = a.heap + a.counts_at
     stride = Int32(k.counts_stride)
@@ -213,6 +238,9 @@ def place_experts(
             rows += count
             if p < a.rank:
                 before += count
+        if not real:
+            # nobody has told anything yet
+            rows, before = mine, Int32(0)
     tiles = Int32(ceil_div(rows, TILE_ROWS))
     tiles_before = scan(tiles, scratch, thread)
     # where each rank's experts begin, in tiles and in my send list: one word per rank from the thread that knows it
@@ -265,7 +293,7 @@ def place_experts(
             cute.arch.store(slot_tile + 2 * k.slots + slot, before + pushed)
     sync_consumers()
     held = first_expert_of(k, a.rank + 1) - first_expert_of(k, a.rank)
-    publish_plan(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status)
+    publish_plan(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, near, far, usable, status, real)
 
 
 def first_expert_of(k: KernelShape, rank):

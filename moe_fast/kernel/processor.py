@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from moe_fast.kernel.combine import tell_usable
 from moe_fast.kernel.constants import FIELDS_SHIFT, HOME_BITS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
 from moe_fast.kernel.plan import wait_plan
@@ -93,6 +94,7 @@ def dispatch_words(
     full: cute.Pointer,
     empty: cute.Pointer,
     asked: cute.Pointer,
+    shares: cute.Pointer,
     processor: Int32,
     processors: Int32,
 ):
@@ -152,6 +154,7 @@ def dispatch_words(
             # listed, and the barrier below hands it on to the readers of the word. It waits for consumers only, who
             # list before their first task, so for no product.
             wait_list(a, side, processors)
+            tell_usable(a, shares)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
         number += 1

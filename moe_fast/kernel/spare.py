@@ -75,4 +75,5 @@ def spare(
                 # without a plan nobody has written where results come back
                 usable = read(a.plan, PlanWord.USABLE) != 0
             if usable:
-                combine_early(k, DTYPES[k.dtype], a, side, first, stride, over, block, lane)
+                blocks, _, _ = cute.arch.grid_dim()
+                combine_early(k, DTYPES[k.dtype], a, side, first, stride, over, block, blocks, lane)

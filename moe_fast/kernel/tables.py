@@ -42,19 +42,20 @@ TARGETS_AHEAD = 2
 def publish_plan(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32,
     slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, near: Int32, far: Int32,
-    usable: Boolean, status: Int32,
+    usable: Boolean, status: Int32, real: Boolean,
 ):  # fmt: skip
     """The tables of my row tiles, then the plan's words and the signal that all is there.
 
     slot_rows, slot_tile: rows and first tile of each of my `held` slots, in the fixed layout of each (slot, source).
-    near: rows that stay here. far: units of rows for the peer that gets most.
+    near: rows that stay here. far: units of rows for the peer that gets most. real: see `plan.make_plan`.
     """
     dealt = row_tiles
     if cutlass.const_expr(k.paired):
-        dealt = publish_pairs(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles)
+        dealt = publish_pairs(k, a, side, scratch, thread, slot_rows, slot_tile, held, row_tiles, real)
     else:
-        publish_tiles(k, a, side, thread, slot_rows, slot_tile, held, row_tiles)
-    publish_words(k, a, side, thread, dealt, row_tiles, near, far, usable, status)
+        publish_tiles(k, a, side, thread, slot_rows, slot_tile, held, row_tiles, real)
+    if real:
+        publish_words(k, a, side, thread, dealt, row_tiles, near, far, usable, status)
 
 
 @cute.jit
@@ -85,7 +86,7 @@ def early_bit(
 @cute.jit
 def publish_tiles(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, thread: Int32, slot_rows: cute.Pointer,
-    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32,
+    slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, real: Boolean,
 ):  # fmt: skip
     """The tables of my row tiles where each is dealt once, as itself; see `publish_plan`."""
     most = k.slots * k.ranks if k.fixed else k.slots
@@ -103,13 +104,14 @@ def publish_tiles(
             write(a.tile_at, tile, place)
         write(a.tile_slot, tile, slot)
         write(a.tile_rows, tile, pack_fields(filled, 0, 0, 0) | early)
-        write(targets, place, next_target(read(targets, place), filled))
+        if real:
+            write(targets, place, next_target(read(targets, place), filled))
 
 
 @cute.jit
 def publish_pairs(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, scratch: cute.Pointer, thread: Int32,
-    slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32,
+    slot_rows: cute.Pointer, slot_tile: cute.Pointer, held: Int32, row_tiles: Int32, real: Boolean,
 ) -> Int32:  # fmt: skip
     """The tables of my row tiles in a paired kernel, by the numbers of `tile_pairs`; returns how many are dealt.
 
@@ -146,7 +148,8 @@ def publish_pairs(
                 target = before_call[i]
         if tile >= TARGETS_AHEAD * CONSUMERS:
             target = read(targets, tile)
-        write(targets, tile, next_target(target, here))
+        if real:
+            write(targets, tile, next_target(target, here))
         dealt = Int32(0)
         if inside < own_tiles(rows, k.carries):
             number, fields = place_tile(inside, rows, cute.arch.load(slot_pairs + slot, Int32), total, k.carries)

@@ -26,7 +26,9 @@ from moe_ref.runtime.encoding import reached
 LANES, WARPS = 32, 8
 TILE = constants.TOKEN_TILE
 SIDE = 1
-K = SimpleNamespace(ranks=2, signal_words=2, by_token=False, top_k=2, hidden=1 << 20, element_size=2)
+K = SimpleNamespace(
+    ranks=2, signal_words=2, by_token=False, top_k=2, hidden=1 << 12, element_size=2, shared_intermediate=0
+)  # fmt: skip
 BACK, TARGETS, CLAIMED = 1 << 40, 2 << 40, 3 << 40
 """Addresses in global memory; smaller ones are words of shared memory."""
 SHARED_WORDS = 64
@@ -59,6 +61,8 @@ def bits_of(flags) -> np.int32:
 NUMBERS = own_constants()
 PLAIN = NUMBERS | {"Int32": int32, "Int64": int, "lowest": lowest, "reached": reached, "min": np.minimum}
 PUT_BY, TURN = NUMBERS["PUT_BY"], NUMBERS["TOKENS_PER_TURN"]
+PARTS = 2
+"""Among how many warps a token's columns can be divided: 16 steps of a row, of which a lane has 8 in flight."""
 ROUND = PUT_BY * TILE
 """Tokens that a block claims together, at most: there are as many pieces as words before those of what is put by."""
 
@@ -102,13 +106,16 @@ class Device:
         self.since = np.zeros(tokens, dtype=np.int64)
         self.patience = 20_000
         self.words = np.zeros(-(-tokens // TILE), dtype=np.int32)
-        self.early = {t for t in range(tokens) if self.random.random() < claimed}
+        # few tokens are the consumers' alone
+        self.few = tokens <= WARPS * blocks
+        self.parts = min(WARPS * blocks // max(tokens, 1), PARTS) if self.few else 1
+        self.early = {t for t in range(tokens) if not self.few and self.random.random() < claimed}
         for t in self.early:
             self.words[t // TILE] |= np.int32(1) << np.int32(t % TILE)
         # whatever lay there before
         self.shared = np.full(blocks * SHARED_WORDS, 0x5A5A5A5A, dtype=np.int32)
-        self.finished: Counter[int] = Counter()
-        self.by: dict[int, int] = {}
+        self.finished: Counter[tuple[int, int]] = Counter()
+        self.by: dict[tuple[int, int], int] = {}
         self.looked: dict[int, int] = {}
         self.waited: dict[int, int] = {}
         self.failed: list[int] = []
@@ -138,7 +145,9 @@ class Device:
             "choices_of": lambda k, a, token, lane: (token,),
             "Role": SimpleNamespace(COMBINE=5), "Wait": SimpleNamespace(BACK=7),
         }  # fmt: skip
-        for name in ("ones", "claim", "take_bits", "next_turn", "share_out", "combine_turn", "combine"):
+        for name in ("steps_together", "most_parts"):
+            names[name] = kernel_function("combine", name, **names)
+        for name in ("are_few", "ones", "claim", "take_bits", "next_turn", "share_out", "combine_turn", "combine"):
             names[name] = kernel_function("combine", name, **names)
         return names
 
@@ -214,7 +223,7 @@ class Device:
 
     def combine_some(self) -> None:
         """What a spare warp does, in short."""
-        for _ in range(self.tokens // 4):
+        for _ in range(0 if self.few else self.tokens // 4):
             tile = self.random.randrange(len(self.words))
             there = [t for t in range(tile * TILE, min(self.tokens, tile * TILE + TILE)) if self.since[t] <= self.trips]
             bits = np.int32(0)
@@ -223,7 +232,7 @@ class Device:
             won = int(self.names["claim"](K, self.a, SIDE, tile, bits, Lane())) & (2**TILE - 1)
             for i in range(TILE):
                 if (won >> i) & 1:
-                    self.finish(K, None, self.a, SIDE, tile * TILE + i, (), 0, Lane())
+                    self.finish(K, None, self.a, SIDE, tile * TILE + i, (), 0, 0, 1, Lane())
 
     # --- memory ---
 
@@ -295,21 +304,23 @@ class Device:
             if self.trips - start > self.patience:
                 self.failed.append(self.local.warp)
 
-    def finish(self, k, dtype, a, side, token, choices, number, lane) -> None:
+    def finish(self, k, dtype, a, side, token, choices, number, part, parts, lane) -> None:
         token = int(token)
+        assert parts == self.parts
         assert 0 <= token < self.tokens
         assert self.since[token] <= self.trips, "combined before its rows were back"
         if choices:
             assert choices[0][number * constants.MAX_TOP_K] == token
         assert token not in self.early
-        self.finished[token] += 1
+        self.finished[token, int(part)] += 1
         self.trip()
         while self.slow(token):
             self.trip()
-        self.by[token] = self.local.warp
+        self.by[token, int(part)] = self.local.warp
 
     def check(self, without: Set[int] = frozenset()) -> None:
-        assert set(self.finished) == set(range(self.tokens)) - self.early - without
+        tokens = set(range(self.tokens)) - self.early - without
+        assert set(self.finished) == {(t, part) for t in tokens for part in range(self.parts)}
         assert set(self.finished.values()) <= {1}
 
 
@@ -338,13 +349,16 @@ def test_every_token_is_combined_once(blocks, order):
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_few_tokens_have_a_warp_each(blocks):
-    for tokens in (1, 7, WARPS * blocks):
+def test_few_tokens_have_a_warp_each_or_several(blocks):
+    """As many as a token's columns can be divided among, where there are so many."""
+    for tokens in (1, 2, 3, 7, WARPS * blocks // 2, WARPS * blocks):
         device = Device(tokens, blocks, tokens)
         device.since[:] = 50
         device.run().check()
-        assert len(set(device.by.values())) == tokens
+        assert device.parts == min(PARTS, WARPS * blocks // tokens)
+        assert len(set(device.by.values())) == tokens * device.parts
         assert not device.barriers
+        assert not device.words.any(), "claimed what is nobody else's"
 
 
 @pytest.mark.parametrize("share", [16, 32, 64, ROUND])
@@ -368,7 +382,7 @@ def test_those_that_are_back_come_first(seed):
     for t in late:
         device.since[t] = 8000
     device.run().check()
-    order = list(device.finished)
+    order = [token for token, _ in device.finished]
     assert set(order[-len(late) :]) == late
 
 
@@ -387,12 +401,12 @@ def test_any_warp_waits_for_what_another_has_put_by(seed):
     def slow(token: int) -> bool:
         if token == held:
             busy.append(device.local.warp)
-        return token == held and not rest <= device.finished.keys()
+        return token == held and not rest <= {t for t, _ in device.finished}
 
     device.slow = slow
     device.run().check()
     assert busy[0] in {device.looked[t] for t in rest}, "the warp had put none by"
-    assert busy[0] not in {device.by[t] for t in rest}
+    assert busy[0] not in {device.by[t, 0] for t in rest}
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(5, 1), (24, 3), (25, 3), (90, 3), (384, 3), (700, 4)])

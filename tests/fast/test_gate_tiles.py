@@ -212,7 +212,11 @@ class Rank:
             "plan", "sum_histograms", BATCH=plan.BATCH, tiles_per_part=plan.tiles_per_part, read=a.read, write=a.write,
             cute=types.SimpleNamespace(make_rmem_tensor=lambda size, kind: Values([0] * size)),
         )  # fmt: skip
-        self.total = np.array([[sums(k, a, self.tiles, p, e) for e in range(EXPERTS)] for p in range(PARTS)])
+        before = dict(a.words)
+        rehearsed = [[sums(k, a, self.tiles, p, e, False) for e in range(EXPERTS)] for p in range(PARTS)]
+        assert a.words == before, "a rehearsal changes what the gate may be writing"
+        self.total = np.array([[sums(k, a, self.tiles, p, e, True) for e in range(EXPERTS)] for p in range(PARTS)])
+        assert (self.total == rehearsed).all()
         counts = self.total.sum(axis=0)
         self.start = np.cumsum(counts) - counts
         for part in range(PARTS):

@@ -87,7 +87,7 @@ def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, mem
     """What the second block's dispatcher makes of its words when it has given up waiting for the plan."""
     fields = pack_fields(100, same, 0, 20)
     word = pair_words(pack_task(GEMM1, 0, 1000, 7), (5, 5), (10, 11), (fields, fields), 8)[member]
-    taken, given = [], [word, STOP]
+    taken, given, told = [], [word, STOP], []
     arch = types.SimpleNamespace(
         mbarrier_arrive_and_expect_tx=lambda at, size: None, mbarrier_wait=lambda at, parity: None,
         mbarrier_arrive=lambda at, *there, **scope: None, load=lambda at, kind: given.pop(0),
@@ -97,9 +97,10 @@ def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, mem
         "pairs", "pass_words_on", cute=types.SimpleNamespace(arch=arch), wait_plan=lambda a, side, role: False,
         Role=types.SimpleNamespace(DISPATCHER=0), MemScopeKind=types.SimpleNamespace(CLUSTER=0), WORD=0, FULL=1, FREE=2,
         STOP=STOP, task_kind=task_kind, wait_list=lambda a, side, blocks: None, VOID=VOID, FIELDS_SHIFT=FIELDS_SHIFT,
-        SAME_BIT=SAME_BIT,
+        SAME_BIT=SAME_BIT, tell_usable=lambda a, shares: told.append((len(taken), shares)),
     )  # fmt: skip
-    run(types.SimpleNamespace(words=WORDS), None, 0, 0, 0, 0, 0, 2)
+    run(types.SimpleNamespace(words=WORDS), None, 0, 0, 0, 0, 96, 0, 2)
+    assert told == [(1, 96)], "the consumers look at it after the last word"
     found, last = taken
     assert last == STOP
     mask = (1 << FIELDS_SHIFT) - 1

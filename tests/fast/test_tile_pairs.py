@@ -291,7 +291,16 @@ def tables(
     for name in ("slot_of", "early_bit"):
         names[name] = kernel_function("tables", name, **names)
     run = kernel_function("tables", "publish_pairs", **names)
-    answers = block.run(lambda t: run(k, a, side, scratch, t, slot_rows, slot_rows + slots, slots, len(places)))
+
+    def publish(real: bool) -> list[int]:
+        at = slot_rows, slot_rows + slots
+        return block.run(lambda t: run(k, a, side, scratch, t, *at, slots, len(places), real))
+
+    before = dict(a.words)
+    publish(real=False)
+    assert {at: a.words[at] for at in before} == before, "a rehearsal changes what arrivals are waited for"
+    a.words = before
+    answers = publish(real=True)
     assert len(set(answers)) == 1, "threads see different sums"
     return a, places, answers[0]
 
