@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,9 +65,8 @@ class FusedBackend:
             return str(error)
         return None
 
-    def quick(self, layer: MoELayer, x: Any) -> Tensor | None:
-        """See `moe_ref.backends.Backend` and `moe_fast.quick`."""
-        return quick.call(layer, x)
+    quick = staticmethod(quick.call)
+    """See `moe_ref.backends.Backend` and `moe_fast.quick`."""
 
     def forward(
         self, layer: MoELayer, x_SH: Sequence[Tensor], routing: Sequence[Routing] | None, *, keep: bool = False

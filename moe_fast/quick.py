@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from moe_fast.call import current_stream
 from moe_fast.engine import Engine
-from moe_fast.weights import ChainWeights, stored_weights
+from moe_fast.weights import ChainWeights, parameter_places, parameter_stores
 
 if TYPE_CHECKING:
     from moe_ref.layer import MoELayer
 
 _environment: Any = os.environ
-_VARIABLES = [_environment.encodekey(name) for name in ("MOE_REF_SCHEDULER", "MOE_REF_TRANSPORT")]
+_VARIABLES = _SCHEDULER, _TRANSPORT = [_environment.encodekey(f"MOE_REF_{name}") for name in ("SCHEDULER", "TRANSPORT")]
 """What the environment says about an engine, and how to ask; see `moe_fast.engine_choice`."""
 
-_known: WeakKeyDictionary[MoELayer, Quick] = WeakKeyDictionary()
+_known: dict[ref[MoELayer], Quick] = {}
+"""By a weak reference to the layer. What `WeakKeyDictionary` is, but for a frame of Python at every look."""
 
 
 class Quick:
@@ -43,53 +44,41 @@ class Quick:
         """weights: as `layer_weights` gave them, checked, the router as the kernel takes it. values: what the kernel
         was launched with; behind x, y and S they stay as they are as long as nothing has changed."""
         self.engine, self.deadline_s, self.rest = engine, engine.deadline_s, values[3:]
-        self.decided = (layer.config, layer.placement, layer.world)
-        self.variables = [*map(_environment._data.get, _VARIABLES)]
+        self.config, self.placement, self.world = layer.config, layer.placement, layer.world
+        self.variables = tuple(map(_environment._data.get, _VARIABLES))
         self.dtype, self.hidden, self.most = layer.config.torch_dtype, layer.config.hidden, engine.max_tokens
         self.device = weights.up_XUH.device
         self.kind = self.device.type
-        self.seen = [None if value is None else (value.data_ptr(), value.dtype, value.shape) for value in weights]
+        places = list(zip(parameter_places(layer), weights, strict=False))
+        self.has_shared = parameter_stores(layer)[3] is not None
+        self.present = [(*at, v.data_ptr(), v.dtype, v.shape) for at, v in places if v is not None]
+        self.absent = [at for at, v in places if v is None]
 
     def holds(self, layer: MoELayer) -> bool:
         """Whether everything that the kernel was launched with, but x, is as it was."""
-        config, placement, world = self.decided
-        if layer.config is not config or layer.placement is not placement or layer.world is not world:
+        if layer.config is not self.config or layer.placement is not self.placement or layer.world is not self.world:
             return False
-        if self.engine.deadline_s != self.deadline_s or self.variables != [*map(_environment._data.get, _VARIABLES)]:
+        get, (scheduler, transport) = _environment._data.get, self.variables
+        if get(_SCHEDULER) != scheduler or get(_TRANSPORT) != transport or self.engine.deadline_s != self.deadline_s:
+            return False
+        stores: Any = parameter_stores(layer)
+        if (stores[3] is not None) is not self.has_shared:
             return False
         try:
-            weights = stored_weights(layer)
-        except KeyError:
-            return False
-        for value, seen in zip(weights, self.seen, strict=True):
-            if value is None or seen is None:
-                if value is not seen:
+            for store, name, address, dtype, shape in self.present:
+                value = stores[store][name]
+                # in this order: a tensor that isn't strided has no address
+                if value is None or not value.is_contiguous() or value.data_ptr() != address:
                     return False
-                continue
-            address, dtype, shape = seen
-            # in this order: a tensor that isn't strided has no address
-            if not value.is_contiguous() or value.data_ptr() != address:
-                return False
-            if value.dtype is not dtype or value.shape != shape:
-                return False
+                if value.dtype is not dtype or value.shape != shape:
+                    return False
+            for store, name in self.absent:
+                if stores[store][name] is not None:
+                    return False
+        except KeyError:
+            # something else stands in a parameter's place
+            return False
         return True
-
-    def call(self, layer: MoELayer, x: Any) -> Tensor | None:
-        """y, or None where the long way is to be taken."""
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.kind):
-            return None
-        if type(x) is not Tensor or x.dtype is not self.dtype or x.device != self.device or not x.is_contiguous():
-            return None
-        shape = x.shape
-        tokens = x.numel() // self.hidden
-        if not shape or shape[-1] != self.hidden or not 0 < tokens <= self.most or not self.holds(layer):
-            return None
-        engine = self.engine
-        engine.errors.raise_if_failed(self.deadline_s)
-        # a dimension of size 1 can have any stride; the long way keeps it only where x isn't viewed as [S, H]
-        y = torch.empty_like(x) if len(shape) == 2 else torch.empty_like(x, memory_format=torch.contiguous_format)
-        engine.enqueue(current_stream(self.device), (x.data_ptr(), y.data_ptr(), tokens, *self.rest))
-        return y
 
 
 def remember(layer: MoELayer, engine: Engine, weights: ChainWeights, x: Tensor, y: Tensor) -> None:
@@ -102,15 +91,35 @@ def remember(layer: MoELayer, engine: Engine, weights: ChainWeights, x: Tensor, 
     # not so where there are no tokens, or where another thread has launched meanwhile, with another layer's parameters
     if values[:2] != (x.data_ptr(), y.data_ptr()):
         return
-    known = _known.get(layer)
+    known = _known.get(ref(layer))
     if known is None or not known.holds(layer):
-        _known[layer] = Quick(layer, engine, weights, values)
+        # a key of the layer's own, with a callback: it goes with the layer
+        _known.pop(ref(layer), None)
+        _known[ref(layer, _forget_one)] = Quick(layer, engine, weights, values)
+
+
+def _forget_one(key: ref[MoELayer]) -> None:
+    """A layer is gone."""
+    _known.pop(key, None)
 
 
 def call(layer: MoELayer, x: Any) -> Tensor | None:
     """y of a plain forward, or None where the long way is to be taken."""
-    quick = _known.get(layer)
-    return None if quick is None else quick.call(layer, x)
+    quick = _known.get(ref(layer))
+    if quick is None or torch.is_grad_enabled() or torch.is_autocast_enabled(quick.kind):
+        return None
+    if type(x) is not Tensor or x.dtype is not quick.dtype or x.device != quick.device or not x.is_contiguous():
+        return None
+    shape = x.shape
+    tokens = x.numel() // quick.hidden
+    if not shape or shape[-1] != quick.hidden or not 0 < tokens <= quick.most or not quick.holds(layer):
+        return None
+    engine = quick.engine
+    engine.errors.raise_if_failed(quick.deadline_s)
+    # a dimension of size 1 can have any stride; the long way keeps it only where x isn't viewed as [S, H]
+    y = torch.empty_like(x) if len(shape) == 2 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    engine.enqueue(current_stream(quick.device), (x.data_ptr(), y.data_ptr(), tokens, *quick.rest))
+    return y
 
 
 def forget() -> None:

@@ -51,27 +51,31 @@ def layer_weights(layer: MoELayer) -> ChainWeights:
         )
 
 
+def parameter_stores(layer: MoELayer) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+    """Where nn.Module keeps a layer's parameters, the router's, its buffers, and the shared expert's if there is one:
+    as attributes they are found only after Python has searched the class in vain."""
+    modules: dict[str, Any] = layer._modules
+    router, shared = modules["router"], modules.get("shared_expert")
+    return layer._parameters, router._parameters, router._buffers, None if shared is None else shared._parameters
+
+
+def parameter_places(layer: MoELayer) -> tuple[tuple[int, str], ...]:
+    """(which of `parameter_stores`, name there) of every parameter in the order of `ChainWeights`, without those of a
+    shared expert that the layer doesn't have."""
+    up, up_bias = layer.up_names
+    places = ((1, "weight"), (0, up), (0, "down_proj"), (2, "selection_bias"), (1, "bias"), (0, up_bias))
+    shared = () if layer._modules.get("shared_expert") is None else ((3, "up_proj"), (3, "down_proj"), (3, "gate"))
+    return (*places, (0, "down_proj_bias"), *shared)
+
+
 def stored_weights(layer: MoELayer) -> ChainWeights:
-    """`layer_weights` straight from where nn.Module keeps them: its attributes are found only after Python has searched
-    the class in vain.
+    """`layer_weights` straight from where nn.Module keeps them.
 
     Raises:
         KeyError: something else stands in a parameter's place.
     """
-    up, up_bias = layer.up_names
-    own: dict[str, Any] = layer._parameters
-    router: Any = layer._modules["router"]
-    shared: Any = layer._modules.get("shared_expert")
-    return ChainWeights(
-        router._parameters["weight"],
-        own[up],
-        own["down_proj"],
-        router._buffers["selection_bias"],
-        router._parameters["bias"],
-        own[up_bias],
-        own["down_proj_bias"],
-        *(() if shared is None else [shared._parameters[name] for name in ("up_proj", "down_proj", "gate")]),
-    )
+    stores: Any = parameter_stores(layer)
+    return ChainWeights(*[stores[store][name] for store, name in parameter_places(layer)])
 
 
 def check_weights(weights: ChainWeights, dtype: torch.dtype, device: torch.device) -> None:

@@ -85,6 +85,8 @@ def consume(
         gate_a = half_mma.make_fragment_A(half_mma.get_slice(0).partition_A(sAh))
     logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
     count = Int32(0)
+    # the stages of a tile's rows, when it has no next one
+    lent = cute.recast_ptr(rows_memory, dtype=Float32)
 
     # who goes where
     if block < processors:
@@ -92,7 +94,8 @@ def consume(
         for tile in range(block, token_tiles, processors):
             start = now(k)
             if a.given == 0:
-                if group == 0 or height > TILE_ROWS // 2:
+                low = height <= TILE_ROWS // 2
+                if group == 0 or not low:
                     if cutlass.const_expr(dtype is Float32):
                         count = multiply_exactly(
                             dtype, k.gate_columns, logits, gate_a, gate_b, gate_rest, rows_memory, memory, full, empty,
@@ -101,11 +104,18 @@ def consume(
                     else:
                         count = multiply_logits(
                             dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
-                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group,
+                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group, low,
                         )  # fmt: skip
-                    gate.choose(k, a, logits, tile * height, scratch, thread)
-                else:
+                    if cutlass.const_expr(not gate.both_choose(k)):
+                        gate.choose(k, a, logits, tile * height, height, scratch, lent, False, thread)
+                elif cutlass.const_expr(dtype is Float32):
                     count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
+                else:
+                    count += k.gate_depth // k.gate_steps
+                    logits.fill(0.0)
+                if cutlass.const_expr(gate.both_choose(k)):
+                    rehearses = dtype is not Float32
+                    gate.choose(k, a, logits, tile * height, height, scratch, lent, rehearses, thread)
             else:
                 gate.take_given(k, a, tile, height, scratch, thread)
             gate.rank_routes(k, a, side, tile, height, scratch, thread)

@@ -264,32 +264,72 @@ def best_column(
     return column, weight
 
 
+def both_choose(k: KernelShape) -> bool:
+    """Whether both warpgroups choose, each for half of the rows, also where only the first has logits: where choosing
+    takes long enough for handing them over to pay."""
+    return SHORT < (k.experts + 7) // 8 <= ROOM
+
+
+@cute.jit
+def lend_rows(logits: cute.Tensor, groups: cutlass.Constexpr, lent: cute.Pointer, thread: Int32):
+    """The first warpgroup hands the second of each thread's two rows to the same thread of the second one."""
+    if thread < 128:
+        for g in cutlass.range_constexpr(groups):
+            for i in cutlass.range_constexpr(2):
+                cute.arch.store(lent + ((g * 2 + i) * 128 + thread), logits[g * 4 + 2 + i])
+    sync_consumers()
+
+
 @cute.jit
 def choose(
     k: cutlass.Constexpr[KernelShape],
     a: Args,
     logits: cute.Tensor,
     begin: Int32,
+    height: Int32,
     scratch: cute.Pointer,
+    lent: cute.Pointer,
+    rehearses: cutlass.Constexpr,
     thread: Int32,
 ):
-    """Epilogue of the gate's product: scores and top-k of the 64 tokens of a warpgroup; ids and weights to memory.
+    """Epilogue of the gate's product: scores and top-k of a tile's tokens; ids and weights to memory. Where
+    `both_choose`, for both warpgroups, else for those that have logits.
 
-    begin: first token of the tile.
+    begin: first token of the tile. height: its tokens; the logits of 64 are the first warpgroup's alone. lent: shared
+    memory that nobody else uses, see `lend_rows`. rehearses: whether the second warpgroup comes to a tile of 64 before
+    the first one has its logits, its own being finite.
     """
     groups = (k.experts + 7) // 8
     first = (thread >> 5) * 16 + (thread % 32 >> 2)
-    if cutlass.const_expr(groups > SHORT and groups <= ROOM):
+    if cutlass.const_expr(both_choose(k)):
         # By the same code, one row after the other: it runs once a call, so it is fetched from memory, and where it is
         # long that takes longer than what it does.
-        for half in cutlass.range(2, unroll=1):
+        begun, end, low = Int32(0), Int32(2), height <= TILE_ROWS // 2
+        rehearsals = Int32(0)
+        if low:
+            begun, first = thread >> 7, first % (TILE_ROWS // 2)
+            end = begun + 1
+            if cutlass.const_expr(rehearses):
+                # with logits that have no meaning, of rows that this warpgroup writes again; first of all, so that the
+                # code is here when the other one comes with the product
+                rehearsals = begun
+        for turn in cutlass.range(begun - rehearsals, end, unroll=1):
+            half = max(turn, begun)
+            if low and turn == begun:
+                lend_rows(logits, groups, lent, thread)
             row = cute.make_rmem_tensor(2 * groups, Float32)
             for g in cutlass.range_constexpr(groups):
                 for i in cutlass.range_constexpr(2):
                     row[g * 2 + i] = logits[g * 4 + i]
                     if half > 0:
                         row[g * 2 + i] = logits[g * 4 + 2 + i]
+            if low and turn > 0:
+                for v in cutlass.range_constexpr(2 * groups):
+                    row[v] = cute.arch.load(lent + (v * 128 + thread % 128), Float32)
             choose_row(k, a, row, begin, first + half * 8, scratch, thread % 4)
+        if low:
+            # TMA will write the first task's operands there
+            cute.arch.fence_proxy("async.shared", space="cta")
     else:
         for half in cutlass.range_constexpr(2):
             row = cute.make_tensor(logits.iterator + half * 2, cute.make_layout((2, groups), stride=(1, 4)))

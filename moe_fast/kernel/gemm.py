@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, TFloat32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warpgroup
 
 from moe_fast.kernel.constants import (
@@ -149,11 +149,13 @@ def multiply_logits(
     depth: cutlass.Constexpr,
     double: Int32,
     group: Int32,
+    alone: Boolean,
 ) -> Int32:
     """As `multiply`, for what `load_logits` brings: 64 rows of a token tile for warpgroup `group`.
 
     a_frag: in places of 64 rows, two in a stage. depth: steps of 128 bytes. double: 1 where a stage holds two of them,
-    all for the first warpgroup, else 0.
+    all for the first warpgroup, else 0. alone: whether the other warpgroup leaves the stages to this one, which hands
+    them back for both.
     """
     mma = tiled_mma(dtype, columns)
     blocks = cute.size(a_frag, mode=[2])
@@ -179,9 +181,13 @@ def multiply_logits(
         warpgroup.wait_group(1)
         if second == 0:
             release(empty, count)
+            if alone:
+                release(empty, count)
         count = following
     warpgroup.wait_group(0)
     release(empty, count)
+    if alone:
+        release(empty, count)
     return count + 1
 
 
