@@ -67,7 +67,8 @@ def consume(
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, height: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
-    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; 64 are the first warpgroup's alone.
+    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; of 64 the first
+    warpgroup computes all logits.
     pair: the stage barriers of a paired kernel's products."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
@@ -103,9 +104,9 @@ def consume(
                             dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
                             Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group,
                         )  # fmt: skip
-                    gate.choose(k, a, logits, tile * height, scratch, thread)
                 else:
                     count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
+                gate.choose(k, a, logits, tile * height, height, scratch, thread)
             else:
                 gate.take_given(k, a, tile, height, scratch, thread)
             gate.rank_routes(k, a, side, tile, height, scratch, thread)
