@@ -67,9 +67,8 @@ def consume(
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, height: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
-    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; of 64 the first
-    warpgroup computes all logits.
-    pair: the stage barriers of a paired kernel's products."""
+    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; the first warpgroup computes the
+    logits of all 64. pair: the stage barriers of a paired kernel's products."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
     warp_id = cute.arch.make_warp_uniform(thread >> 5)

@@ -254,16 +254,23 @@ def best_column(
                     key = here + staged(scratch, SELECTION_BIAS, g * 8 + quad * 2 + i)
             if key > best:
                 best = key
-                weight = here
+                if cutlass.const_expr(k.selection_bias):
+                    weight = here
                 column = g * 8 + quad * 2 + i
     for d in cutlass.range_constexpr(2):
         other_best = cute.arch.shuffle_sync_bfly(best, 1 << d)
-        other_weight = cute.arch.shuffle_sync_bfly(weight, 1 << d)
         other_column = cute.arch.shuffle_sync_bfly(column, 1 << d)
+        other_weight = Float32(0.0)
+        if cutlass.const_expr(k.selection_bias):
+            other_weight = cute.arch.shuffle_sync_bfly(weight, 1 << d)
         if other_best > best or (other_best == best and other_column < column):
             best = other_best
             weight = other_weight
             column = other_column
+    if cutlass.const_expr(not k.selection_bias):
+        # the score itself, which isn't carried along twice
+        if best > Float32(NEGATIVE):
+            weight = best
     for g in cutlass.range_constexpr(groups):
         for i in cutlass.range_constexpr(2):
             if g * 8 + quad * 2 + i == column:

@@ -21,8 +21,9 @@ def columns_of(k: KernelShape, quad: int) -> list[int]:
     return [g * 8 + quad * 2 + i for g in range((k.experts + 7) // 8) for i in range(2)]
 
 
-def run_choice(k: KernelShape, row: np.ndarray) -> list[tuple[int, np.float32]]:
-    """(column or -1, weight) of each of the K turns for a row [E]; all four threads must say the same."""
+def run_choice(k: KernelShape, row: np.ndarray, bias: np.ndarray | None = None) -> list[tuple[int, np.float32]]:
+    """(column or -1, weight) of each of the K turns for a row [E]; all four threads must say the same. bias [E]: that
+    of the selection."""
     barrier = threading.Barrier(4, timeout=20)
     shared: tuple[list, list] = [None] * 4, [None] * 4
     local = threading.local()
@@ -35,7 +36,12 @@ def run_choice(k: KernelShape, row: np.ndarray) -> list[tuple[int, np.float32]]:
         barrier.wait()
         return shared[local.turn][local.quad ^ distance]
 
+    def staged(scratch: Any, place: int, column: int) -> Any:
+        assert bias is not None
+        return bias[column] if column < k.experts else np.float32(np.nan)
+
     names: dict[str, Any] = {"cute": SimpleNamespace(arch=SimpleNamespace(shuffle_sync_bfly=shuffle))}
+    names |= {"staged": staged, "SELECTION_BIAS": 0}
     best_column = kernel_function("gate", "best_column", **names, Float32=np.float32, NEGATIVE=NEGATIVE)
 
     def one(quad: int) -> None:
@@ -84,6 +90,16 @@ def test_what_is_no_number_is_never_chosen():
     row[[1, 4, 5, 11]] = 0.25, 0.5, 0.5, 0.125
     assert run_choice(k, row) == expected(row, 8)
     assert [column for column, _ in run_choice(k, row)] == [4, 5, 1, 11, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(20, 5), (61, 8), (128, 8)])
+def test_a_selection_bias_decides_who_but_not_how_much(experts, top_k):
+    config = MoEConfig(512, 256, experts, top_k, dtype="bfloat16", selection_bias=True)
+    k = KernelShape.from_config(config, 1)
+    rng = np.random.default_rng(experts)
+    for _ in range(6):
+        row, bias = (rng.integers(0, 5, (2, experts)) / np.float32(4)).astype(np.float32)
+        assert run_choice(k, row, bias) == [(column, row[column]) for column, _ in expected(row + bias, top_k)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
