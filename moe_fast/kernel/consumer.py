@@ -67,8 +67,8 @@ def consume(
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, pair: tuple, epoch: Int32, side: Int32,
     block: Int32, blocks: Int32, processors: Int32, height: Int32, token_tiles: Int32, thread: Int32,
 ):  # fmt: skip
-    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; 64 are the first warpgroup's alone.
-    pair: the stage barriers of a paired kernel's products."""
+    """The two consumer warpgroups, 256 threads. height: tokens of a token tile; the first warpgroup computes the
+    logits of all 64. pair: the stage barriers of a paired kernel's products."""
     dtype = DTYPES[k.dtype]
     lane = thread % 32
     warp_id = cute.arch.make_warp_uniform(thread >> 5)
@@ -85,8 +85,6 @@ def consume(
         gate_a = half_mma.make_fragment_A(half_mma.get_slice(0).partition_A(sAh))
     logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
     count = Int32(0)
-    # the stages of a tile's rows, when it has no next one
-    lent = cute.recast_ptr(rows_memory, dtype=Float32)
 
     # who goes where
     if block < processors:
@@ -106,16 +104,12 @@ def consume(
                             dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
                             Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group, low,
                         )  # fmt: skip
-                    if cutlass.const_expr(not gate.both_choose(k)):
-                        gate.choose(k, a, logits, tile * height, height, scratch, lent, False, thread)
                 elif cutlass.const_expr(dtype is Float32):
                     count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
                 else:
                     count += k.gate_depth // k.gate_steps
                     logits.fill(0.0)
-                if cutlass.const_expr(gate.both_choose(k)):
-                    rehearses = dtype is not Float32
-                    gate.choose(k, a, logits, tile * height, height, scratch, lent, rehearses, thread)
+                gate.choose(k, a, logits, tile * height, height, scratch, dtype is not Float32, thread)
             else:
                 gate.take_given(k, a, tile, height, scratch, thread)
             gate.rank_routes(k, a, side, tile, height, scratch, thread)

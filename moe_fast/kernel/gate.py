@@ -3,7 +3,8 @@
 A token tile's logits [128 or 64, E <= 256] are one accumulator tile: a row lies in the registers of four neighbouring
 threads, 64 columns each. They turn into scores in place; K times the best column wins and is struck out. Ties go to the
 lower expert id. Scores and sums are fp32. A choice that is limited to groups of experts strikes out the other groups
-first; a choice before the scores is one among the logits, of which only the K chosen become scores.
+first; a choice before the scores is one among the logits, of which only the K chosen become scores. Of a low token
+tile (64) the first warpgroup computes all logits; where the choice takes long, it hands half of the rows to the second.
 
 Then the routes of the tile are ranked per expert in (token, choice) order: that rank, plus the routes of earlier tiles,
 is a route's place among all of this rank's routes to the expert. No atomics decide it, so it's the same in every run
@@ -18,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from moe_fast.kernel.constants import MAX_TOP_K, TILE_ROWS, Counter, PlanWord, Status
+from moe_fast.kernel.constants import LINE_BYTES, MAX_TOP_K, TILE_ROWS, Counter, PlanWord, Status
 from moe_fast.kernel.scans import CONSUMERS, sync_consumers
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, gmem, read, side_counters, word, write
@@ -26,20 +27,26 @@ from moe_fast.kernel.signals import Args, add, gmem, read, side_counters, word, 
 LOG2E = 1.4426950408889634
 NEGATIVE = -3.0e38
 """Below every score: a struck-out or absent expert."""
-SHORT, ROOM = 4, 16
-"""Columns in eights up to which the choice's code is short, and up to which there is room for a copy of a row."""
+SHORT = 4
+"""Columns in eights up to which the choice is short: not worth a barrier, and its code may be there twice."""
 TINY = 1e-20
 """Guards the renormalisation of a token whose scores are all zero."""
 
 # shared-memory scratch of a token tile, in 4-byte words
+SCRATCH_WORDS = 2 * TILE_ROWS * LINE_BYTES // 4
+"""All epilogue buffers; in float32 layers the gate's product has the lower half first."""
 IDS = 0
 WEIGHTS = IDS + TILE_ROWS * MAX_TOP_K
 RANKS = WEIGHTS + TILE_ROWS * MAX_TOP_K
 COUNTS = RANKS + TILE_ROWS * MAX_TOP_K
 """[8 warps][E]"""
-SELECTION_BIAS = COUNTS + 8 * 256
+SELECTION_BIAS = SCRATCH_WORDS - 2 * 256
 ROUTER_BIAS = SELECTION_BIAS + 256
 """[E] each, fp32"""
+HANDED = RANKS
+"""[columns in eights][128 threads][2], logits that change hands, fp32: where ranks and counts come only later"""
+AT_ONCE = (SELECTION_BIAS - HANDED) // 256
+"""Columns in eights that there is room for."""
 
 
 @cute.jit
@@ -247,16 +254,23 @@ def best_column(
                     key = here + staged(scratch, SELECTION_BIAS, g * 8 + quad * 2 + i)
             if key > best:
                 best = key
-                weight = here
+                if cutlass.const_expr(k.selection_bias):
+                    weight = here
                 column = g * 8 + quad * 2 + i
     for d in cutlass.range_constexpr(2):
         other_best = cute.arch.shuffle_sync_bfly(best, 1 << d)
-        other_weight = cute.arch.shuffle_sync_bfly(weight, 1 << d)
         other_column = cute.arch.shuffle_sync_bfly(column, 1 << d)
+        other_weight = Float32(0.0)
+        if cutlass.const_expr(k.selection_bias):
+            other_weight = cute.arch.shuffle_sync_bfly(weight, 1 << d)
         if other_best > best or (other_best == best and other_column < column):
             best = other_best
             weight = other_weight
             column = other_column
+    if cutlass.const_expr(not k.selection_bias):
+        # the score itself, which isn't carried along twice
+        if best > Float32(NEGATIVE):
+            weight = best
     for g in cutlass.range_constexpr(groups):
         for i in cutlass.range_constexpr(2):
             if g * 8 + quad * 2 + i == column:
@@ -264,20 +278,35 @@ def best_column(
     return column, weight
 
 
-def both_choose(k: KernelShape) -> bool:
-    """Whether both warpgroups choose, each for half of the rows, also where only the first has logits: where choosing
-    takes long enough for handing them over to pay."""
-    return SHORT < (k.experts + 7) // 8 <= ROOM
+def rows_of(logits: cute.Tensor, groups: int, first: int = 0) -> tuple[cute.Tensor, cute.Tensor]:
+    """A thread's two rows of logits, each [2, groups], from group `first` of eight columns on: its own row and the one
+    eight below, as wgmma leaves them."""
+    layout = cute.make_layout((2, groups), stride=(1, 4))
+    own, below = (cute.make_tensor(logits.iterator + (first * 4 + half * 2), layout) for half in range(2))
+    return own, below
 
 
 @cute.jit
-def lend_rows(logits: cute.Tensor, groups: cutlass.Constexpr, lent: cute.Pointer, thread: Int32):
-    """The first warpgroup hands the second of each thread's two rows to the same thread of the second one."""
-    if thread < 128:
-        for g in cutlass.range_constexpr(groups):
-            for i in cutlass.range_constexpr(2):
-                cute.arch.store(lent + ((g * 2 + i) * 128 + thread), logits[g * 4 + 2 + i])
-    sync_consumers()
+def hand_over(groups: cutlass.Constexpr, logits: cute.Tensor, scratch: cute.Pointer, thread: Int32):
+    """The lower rows of the first warpgroup's threads become the own rows of the second's, place by place. All
+    consumers.
+
+    Through the scratch, not the operand ring: that belongs to TMA and wgmma, whose accesses other fences order.
+    """
+    place = (scratch + HANDED + thread % 128 * 2).toint()
+    place = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=8)
+    for first in cutlass.range_constexpr(0, groups, AT_ONCE):
+        count = min(AT_ONCE, groups - first)
+        own, below = rows_of(logits, count, first)
+        handed = cute.make_tensor(place, cute.make_layout((2, count), stride=(1, 256)))
+        if cutlass.const_expr(first > 0):
+            # what lies there has been read
+            sync_consumers()
+        if thread < 128:
+            cute.autovec_copy(below, handed)
+        sync_consumers()
+        if thread >= 128:
+            cute.autovec_copy(handed, own)
 
 
 @cute.jit
@@ -288,52 +317,43 @@ def choose(
     begin: Int32,
     height: Int32,
     scratch: cute.Pointer,
-    lent: cute.Pointer,
     rehearses: cutlass.Constexpr,
     thread: Int32,
 ):
-    """Epilogue of the gate's product: scores and top-k of a tile's tokens; ids and weights to memory. Where
-    `both_choose`, for both warpgroups, else for those that have logits.
+    """Epilogue of the gate's product, by all consumers: scores and top-k of a token tile; ids and weights to memory.
 
-    begin: first token of the tile. height: its tokens; the logits of 64 are the first warpgroup's alone. lent: shared
-    memory that nobody else uses, see `lend_rows`. rehearses: whether the second warpgroup comes to a tile of 64 before
-    the first one has its logits, its own being finite.
+    begin, height: first token of the tile, and how many. logits: this thread's two of every eight columns, see
+    `rows_of`; of a low tile those of the first warpgroup count. rehearses: whether the second one comes to a low tile
+    before the first has its logits, and until then chooses among its own, which are finite: then the code is there.
     """
     groups = (k.experts + 7) // 8
-    first = (thread >> 5) * 16 + (thread % 32 >> 2)
-    if cutlass.const_expr(both_choose(k)):
-        # By the same code, one row after the other: it runs once a call, so it is fetched from memory, and where it is
-        # long that takes longer than what it does.
-        begun, end, low = Int32(0), Int32(2), height <= TILE_ROWS // 2
-        rehearsals = Int32(0)
+    number = (thread >> 5) * 16 + (thread % 32 >> 2)
+    low = height < TILE_ROWS
+    if cutlass.const_expr(groups > SHORT):
+        # By the same code, one row after the other, or of a low tile both at once, each by one warpgroup: the code runs
+        # once a call, so it is fetched from memory, and where it is long that takes longer than what it does.
+        first, turns = Int32(0), Int32(2)
         if low:
-            begun, first = thread >> 7, first % (TILE_ROWS // 2)
-            end = begun + 1
             if cutlass.const_expr(rehearses):
-                # with logits that have no meaning, of rows that this warpgroup writes again; first of all, so that the
-                # code is here when the other one comes with the product
-                rehearsals = begun
-        for turn in cutlass.range(begun - rehearsals, end, unroll=1):
-            half = max(turn, begun)
-            if low and turn == begun:
-                lend_rows(logits, groups, lent, thread)
-            row = cute.make_rmem_tensor(2 * groups, Float32)
-            for g in cutlass.range_constexpr(groups):
-                for i in cutlass.range_constexpr(2):
-                    row[g * 2 + i] = logits[g * 4 + i]
-                    if half > 0:
-                        row[g * 2 + i] = logits[g * 4 + 2 + i]
-            if low and turn > 0:
-                for v in cutlass.range_constexpr(2 * groups):
-                    row[v] = cute.arch.load(lent + (v * 128 + thread % 128), Float32)
-            choose_row(k, a, row, begin, first + half * 8, scratch, thread % 4)
-        if low:
-            # TMA will write the first task's operands there
-            cute.arch.fence_proxy("async.shared", space="cta")
+                # what it writes, of rows that are this warpgroup's, it writes again
+                first = 0 - (thread >> 7)
+            # the second warpgroup's threads: from 64 rows below the first one's to eight
+            number = number - (thread >> 7) * (TILE_ROWS // 2 - 8)
+            turns = Int32(1)
+        own, below = rows_of(logits, groups)
+        for turn in cutlass.range(first, turns, unroll=1):
+            if low and turn == 0:
+                hand_over(groups, logits, scratch, thread)
+            choose_row(k, a, own, begin, number, scratch, thread % 4)
+            if turn >= 0:
+                number += 8
+            for v in cutlass.range_constexpr(2 * groups):
+                own[v] = below[v]
     else:
-        for half in cutlass.range_constexpr(2):
-            row = cute.make_tensor(logits.iterator + half * 2, cute.make_layout((2, groups), stride=(1, 4)))
-            choose_row(k, a, row, begin, first + half * 8, scratch, thread % 4)
+        if thread < 128 or not low:
+            for row in rows_of(logits, groups):
+                choose_row(k, a, row, begin, number, scratch, thread % 4)
+                number += 8
 
 
 @cute.jit

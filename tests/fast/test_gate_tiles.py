@@ -460,8 +460,11 @@ def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
         ), **names,
     )  # fmt: skip
     a, b = Place("a"), Place("b")
-    assert product(None, 128, None, a, b, 100, 200, count, depth, steps - 1, group) == end == count + depth // steps
-    step, ended, released, seen = -1, 0, count, 0
+    # of a low tile the first warpgroup hands the stages back for both
+    alone = rows == 64
+    assert product(None, 128, None, a, b, 100, 200, count, depth, steps - 1, group, alone) == end
+    assert end == count + depth // steps
+    step, ended, released, seen, each = -1, 0, [], 0, 1 + alone
     for what, *more in log:
         if what == "wait":
             step += 1
@@ -479,10 +482,10 @@ def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
             assert seen == 4
             ended = step + 1 - more[0]
         elif what == "release":
-            assert more == [released]
-            released += 1
-            assert ended >= (released - count) * steps
-    assert (step, released) == (depth - 1, end)
+            released += more
+            assert ended >= -(-len(released) // each) * steps
+    assert step == depth - 1
+    assert released == [stage for stage in range(count, end) for _ in range(each)]
 
 
 def test_stages_take_two_steps_where_both_operands_have_room():
