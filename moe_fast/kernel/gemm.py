@@ -334,7 +334,8 @@ def pass_over(
 ) -> Int32:  # fmt: skip
     """A consumer warpgroup whose 64 rows are all padding: hand the stages back unread, leave the tensor cores to the
     other one; returns the new running count of stages."""
-    for _ in range(depth):
+    # by one copy of the code: the gate comes here once a call, and the loader waits while code comes from memory
+    for _ in cutlass.range(depth, unroll=1):
         cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
         # also before TMA writes over them
         see_gathered(gathers)
