@@ -61,10 +61,10 @@ class Quick:
         get, (scheduler, transport) = _environment._data.get, self.variables
         if get(_SCHEDULER) != scheduler or get(_TRANSPORT) != transport or self.engine.deadline_s != self.deadline_s:
             return False
-        stores: Any = parameter_stores(layer)
-        if (stores[3] is not None) is not self.has_shared:
-            return False
         try:
+            stores: Any = parameter_stores(layer)
+            if (stores[3] is not None) is not self.has_shared:
+                return False
             for store, name, address, dtype, shape in self.present:
                 value = stores[store][name]
                 # in this order: a tensor that isn't strided has no address
