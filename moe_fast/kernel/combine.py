@@ -2,9 +2,10 @@
 
 The results of a token lie in its home rank's buffer, one row per choice, so no atomics decide an order and two runs
 give the same bits. A token is combined once its arrival counter says that all its rows are back, by whoever claims it
-first: a spare warp that has no rows to push any more, while products still run, or at the end all consumer warps. A
-token without a valid route becomes zero. The shared expert's row comes last, with weight 1 or with the sigmoid of its
-gate, which is computed here: it needs nothing but the token.
+first: a spare warp that has no rows to push any more, while products still run, or at the end all consumer warps. Where
+there are no more tokens than those, each has its warps from the start. A token without a valid route becomes zero. The
+shared expert's row comes last, with weight 1 or with the sigmoid of its gate, which is computed here: it needs nothing
+but the token.
 
 In the wire format "tokens" other ranks send partial sums instead of results: see `sums`.
 
