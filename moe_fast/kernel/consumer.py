@@ -41,6 +41,8 @@ from moe_fast.kernel.signals import (
     Role,
     aborted,
     buffer_tile,
+    held_start,
+    hold_start,
     landed_rows,
     landing_of,
     mark,
@@ -92,7 +94,9 @@ def consume(
         for tile in range(block, token_tiles, processors):
             start = now(k)
             if a.given == 0:
-                low = height <= TILE_ROWS // 2
+                low, alone = height <= TILE_ROWS // 2, Boolean(False)
+                if cutlass.const_expr(gate.rehearses(k)):
+                    alone = Boolean(low)
                 if group == 0 or not low:
                     if cutlass.const_expr(dtype is Float32):
                         count = multiply_exactly(
@@ -102,28 +106,32 @@ def consume(
                     else:
                         count = multiply_logits(
                             dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
-                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group, low,
+                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group, alone,
                         )  # fmt: skip
-                elif cutlass.const_expr(dtype is Float32):
-                    count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
-                else:
+                elif cutlass.const_expr(gate.rehearses(k)):
                     count += k.gate_depth // k.gate_steps
                     logits.fill(0.0)
-                gate.choose(k, a, logits, tile * height, height, scratch, dtype is not Float32, thread)
+                else:
+                    count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
+                gate.choose(k, a, logits, tile * height, height, scratch, thread)
             else:
                 gate.take_given(k, a, tile, height, scratch, thread)
             gate.rank_routes(k, a, side, tile, height, scratch, thread)
             mark(k, a, block, 0, start, Phase.GATE, thread == 0)
     if block == blocks - 1:
         sync_consumers()
-        start = now(k)
+        if cutlass.const_expr(k.trace):
+            # not in registers: there are none to keep it in
+            if thread == 0:
+                hold_start(a, block, 0)
         # a block without tokens has the time to rehearse
         rehearsals = Int32(0)
         if cutlass.const_expr(not k.placed):
             rehearsals = Int32(block >= token_tiles)
         for i in cutlass.range(rehearsals + 1, unroll=1):
             make_plan(k, a, epoch, side, token_tiles, scratch, thread, i == rehearsals)
-        mark(k, a, block, 0, start, Phase.PLAN, thread == 0)
+        if cutlass.const_expr(k.trace):
+            mark(k, a, block, 0, held_start(a, block, 0), Phase.PLAN, thread == 0)
     each = routes_per_thread(k)
     routes = tuple(cute.make_rmem_tensor(size, Int32) for size in (each, each, 2))
     places = tuple(cute.make_rmem_tensor(each, Int32) for _ in range(2))

@@ -309,6 +309,12 @@ def hand_over(groups: cutlass.Constexpr, logits: cute.Tensor, scratch: cute.Poin
             cute.autovec_copy(handed, own)
 
 
+def rehearses(k: KernelShape) -> bool:
+    """Whether of a low token tile the second warpgroup rehearses the choice. Written for 16-bit layers, whose product
+    needs only the first one, and for up to 128 experts: beyond, there are no registers left for the loop."""
+    return k.element_size == 2 and k.experts <= 128
+
+
 @cute.jit
 def choose(
     k: cutlass.Constexpr[KernelShape],
@@ -317,14 +323,13 @@ def choose(
     begin: Int32,
     height: Int32,
     scratch: cute.Pointer,
-    rehearses: cutlass.Constexpr,
     thread: Int32,
 ):
     """Epilogue of the gate's product, by all consumers: scores and top-k of a token tile; ids and weights to memory.
 
     begin, height: first token of the tile, and how many. logits: this thread's two of every eight columns, see
-    `rows_of`; of a low tile those of the first warpgroup count. rehearses: whether the second one comes to a low tile
-    before the first has its logits, and until then chooses among its own, which are finite: then the code is there.
+    `rows_of`; of a low tile those of the first warpgroup count. Where it `rehearses`, the second comes to a low tile
+    before the first has them, and until then chooses among its own, which are finite: then the code is there.
     """
     groups = (k.experts + 7) // 8
     number = (thread >> 5) * 16 + (thread % 32 >> 2)
@@ -334,7 +339,7 @@ def choose(
         # once a call, so it is fetched from memory, and where it is long that takes longer than what it does.
         first, turns = Int32(0), Int32(2)
         if low:
-            if cutlass.const_expr(rehearses):
+            if cutlass.const_expr(rehearses(k)):
                 # what it writes, of rows that are this warpgroup's, it writes again
                 first = 0 - (thread >> 7)
             # the second warpgroup's threads: from 64 rows below the first one's to eight

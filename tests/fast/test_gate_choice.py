@@ -191,6 +191,7 @@ class ChoosingBlock:
         names: dict[str, Any] = {
             **arch, "Float32": Single, "Status": SimpleNamespace(NONFINITE=1), "PlanWord": SimpleNamespace(STATUS=0),
             "word": lambda *_: None, "write": self.write, "sync_consumers": self.everyone.wait,
+            "rehearses": lambda k: self.rehearses,
         }  # fmt: skip
         constants = "IDS", "WEIGHTS", "HANDED", "AT_ONCE", "SHORT", "NEGATIVE", "LOG2E", "TINY", "TILE_ROWS"
         names |= {name: getattr(gate, name) for name in constants}
@@ -244,7 +245,7 @@ class ChoosingBlock:
                     row = tile * height + thread // 32 * 16 + thread % 32 // 4 + half * 8
                     values[g * 4 + half * 2 + i] = Single(padded[row, g * 8 + thread % 4 * 2 + i])
             with np.errstate(all="ignore"):
-                self.choose(self.k, self.a, Registers(values), tile * height, height, Words(0), rehearses, thread)
+                self.choose(self.k, self.a, Registers(values), tile * height, height, Words(0), thread)
 
         run_together(256, one, self.everyone, *self.quads)
 
