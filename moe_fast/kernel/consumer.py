@@ -120,18 +120,22 @@ def consume(
             mark(k, a, block, 0, start, Phase.GATE, thread == 0)
     if block == blocks - 1:
         sync_consumers()
-        if cutlass.const_expr(k.trace):
-            # not in registers: there are none to keep it in
-            if thread == 0:
-                hold_start(a, block, 0)
+        # Not kept in registers, of which a rehearsal leaves none. A solver notes an event of its own meanwhile, in the
+        # same place; it has no rehearsal.
+        start, held = Int64(0), k.trace and not k.placed
+        if cutlass.const_expr(not held):
+            start = now(k)
+        elif thread == 0:
+            hold_start(a, block, 0)
         # a block without tokens has the time to rehearse
         rehearsals = Int32(0)
         if cutlass.const_expr(not k.placed):
             rehearsals = Int32(block >= token_tiles)
         for i in cutlass.range(rehearsals + 1, unroll=1):
             make_plan(k, a, epoch, side, token_tiles, scratch, thread, i == rehearsals)
-        if cutlass.const_expr(k.trace):
-            mark(k, a, block, 0, held_start(a, block, 0), Phase.PLAN, thread == 0)
+        if cutlass.const_expr(held):
+            start = held_start(a, block, 0)
+        mark(k, a, block, 0, start, Phase.PLAN, thread == 0)
     each = routes_per_thread(k)
     routes = tuple(cute.make_rmem_tensor(size, Int32) for size in (each, each, 2))
     places = tuple(cute.make_rmem_tensor(each, Int32) for _ in range(2))
