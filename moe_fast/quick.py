@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_fast.call import current_stream
 from moe_fast.engine import Engine
-from moe_fast.weights import ChainWeights, parameter_places, parameter_stores
+from moe_fast.weights import SHARED, ChainWeights, parameter_places, parameter_stores
 
 if TYPE_CHECKING:
     from moe_ref.layer import MoELayer
@@ -50,7 +50,7 @@ class Quick:
         self.device = weights.up_XUH.device
         self.kind = self.device.type
         places = list(zip(parameter_places(layer), weights, strict=False))
-        self.has_shared = parameter_stores(layer)[3] is not None
+        self.has_shared = parameter_stores(layer)[SHARED] is not None
         self.present = [(*at, v.data_ptr(), v.dtype, v.shape) for at, v in places if v is not None]
         self.absent = [at for at, v in places if v is None]
 
@@ -63,7 +63,7 @@ class Quick:
             return False
         try:
             stores: Any = parameter_stores(layer)
-            if (stores[3] is not None) is not self.has_shared:
+            if (stores[SHARED] is not None) is not self.has_shared:
                 return False
             for store, name, address, dtype, shape in self.present:
                 value = stores[store][name]

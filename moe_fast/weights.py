@@ -51,6 +51,10 @@ def layer_weights(layer: MoELayer) -> ChainWeights:
         )
 
 
+OWN, ROUTER, BUFFERS, SHARED = range(4)
+"""Which of `parameter_stores`."""
+
+
 def parameter_stores(layer: MoELayer) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None]:
     """Where nn.Module keeps a layer's parameters, the router's, its buffers, and the shared expert's if there is one:
     as attributes they are found only after Python has searched the class in vain."""
@@ -60,12 +64,14 @@ def parameter_stores(layer: MoELayer) -> tuple[dict[str, Any], dict[str, Any], d
 
 
 def parameter_places(layer: MoELayer) -> tuple[tuple[int, str], ...]:
-    """(which of `parameter_stores`, name there) of every parameter in the order of `ChainWeights`, without those of a
-    shared expert that the layer doesn't have."""
+    """(OWN, ROUTER, BUFFERS or SHARED; name there) of every parameter in the order of `ChainWeights`, without those of
+    a shared expert that the layer doesn't have."""
     up, up_bias = layer.up_names
-    places = ((1, "weight"), (0, up), (0, "down_proj"), (2, "selection_bias"), (1, "bias"), (0, up_bias))
-    shared = () if layer._modules.get("shared_expert") is None else ((3, "up_proj"), (3, "down_proj"), (3, "gate"))
-    return (*places, (0, "down_proj_bias"), *shared)
+    shared = () if layer._modules.get("shared_expert") is None else ("up_proj", "down_proj", "gate")
+    return (
+        (ROUTER, "weight"), (OWN, up), (OWN, "down_proj"), (BUFFERS, "selection_bias"), (ROUTER, "bias"),
+        (OWN, up_bias), (OWN, "down_proj_bias"), *((SHARED, name) for name in shared),
+    )  # fmt: skip
 
 
 def stored_weights(layer: MoELayer) -> ChainWeights:

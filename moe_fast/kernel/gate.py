@@ -310,8 +310,8 @@ def hand_over(groups: cutlass.Constexpr, logits: cute.Tensor, scratch: cute.Poin
 
 
 def rehearses(k: KernelShape) -> bool:
-    """Whether of a low token tile the second warpgroup rehearses the choice. Written for 16-bit layers, whose product
-    needs only the first one, and for up to 128 experts: beyond, there are no registers left for the loop."""
+    """Whether of a low token tile the second warpgroup leaves the product to the first, and rehearses the choice unless
+    that is short. Written for 16-bit layers and up to 128 experts: beyond, no registers are left for the loop."""
     return k.element_size == 2 and k.experts <= 128
 
 
