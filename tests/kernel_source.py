@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_fast.kernel
+from moe_fast.kernel.ring import ring_phase, ring_place
 
 
 @cache
@@ -30,7 +31,8 @@ def stand_ins() -> dict[str, Any]:
     cutlass = types.SimpleNamespace(
         const_expr=lambda value: value, range_constexpr=range, range=loop, Constexpr=defaultdict(int)
     )
-    return {"cutlass": cutlass, "Int32": int, "Int64": int, "Boolean": bool}
+    rings = {"ring_place": ring_place, "ring_phase": ring_phase}
+    return {"cutlass": cutlass, "Int32": int, "Int64": int, "Boolean": bool, **rings}
 
 
 def kernel_function(module: str, name: str, **names: Any) -> Any:

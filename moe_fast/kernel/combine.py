@@ -2,10 +2,10 @@
 
 The results of a token lie in its home rank's buffer, one row per choice, so no atomics decide an order and two runs
 give the same bits. A token is combined once its arrival counter says that all its rows are back, by whoever claims it
-first: a spare warp that has no rows to push any more, while products still run, or at the end all consumer warps. Where
-there are no more tokens than those, each has its warps from the start. A token without a valid route becomes zero. The
-shared expert's row comes last, with weight 1 or with the sigmoid of its gate, which is computed here: it needs nothing
-but the token.
+first: a spare warp that has no rows to push any more, while products still run, or at the end all consumer warps
+(`final_combine`). Where there are no more tokens than those, each has its warps from the start. A token without a valid
+route becomes zero. The shared expert's row comes last, with weight 1 or with the sigmoid of its gate, which is computed
+here: it needs nothing but the token.
 
 In the wire format "tokens" other ranks send partial sums instead of results: see `sums`.
 
@@ -20,15 +20,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import nvvm
 
-from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE, PlanWord
+from moe_fast.kernel.constants import HOME_BITS, LINE_BYTES, MAX_TOP_K, TOKEN_TILE
 from moe_fast.kernel.gemm import LOG2E
-from moe_fast.kernel.scans import sync_consumers
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
     Phase,
     Role,
-    Wait,
     aborted,
     back_word,
     combined_word,
@@ -38,7 +36,6 @@ from moe_fast.kernel.signals import (
     note,
     read,
     side_counters,
-    wait_reached,
     word,
 )
 from moe_fast.kernel.sums import combine_sums, landed_tiles, sum_ready
@@ -59,11 +56,13 @@ FEW_CHOICES = 4
 no registers."""
 MOST_ASKED = 32 << 10
 """Bytes of rows that a consumer warp has brought into L2 ahead, at most: those of all warps must have room there."""
-SHARES = 4
-"""Pieces of neighbouring tokens, at most TOKEN_TILE, that a block claims together."""
-PUT_BY, TICKET, LOOKED_AT, USABLE, SHARE_WORDS = (SHARES * 2 + i for i in (-SHARES, 0, 1, 2, 4))
-"""What a block's warps share when they combine: of each piece the tokens that it has claimed, and those that were put
-by; how many turns are given out, and looked at; whether there is anything to combine. An even number of words."""
+
+
+def results_at(k: KernelShape, a, side):
+    """Address of this side's returned rows."""
+    if k.fixed:
+        return a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
+    return a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * (k.hidden * k.element_size)
 
 
 def result_at_home(k: KernelShape, a, first, token, where, j: int, inside, further: int):
@@ -185,11 +184,7 @@ def combine_token(
 ):  # fmt: skip
     """One warp sums the K results of one token, number `number` of those that it has the choices of: all columns, or
     part `part` of `parts`, at most `most_parts`."""
-    row_bytes = k.hidden * k.element_size
-    if cutlass.const_expr(k.fixed):
-        first = a.heap + a.rows_at + Int64(side) * a.rows * k.row_pitch
-    else:
-        first = a.heap + a.returned_at + Int64(side) * a.max_tokens * k.top_k * row_bytes
+    row_bytes, first = k.hidden * k.element_size, results_at(k, a, side)
     expert, scale, place = choices
     weight = cute.make_rmem_tensor(k.top_k, Float32)
     valid = cute.make_rmem_tensor(k.top_k, Int32)
@@ -269,13 +264,6 @@ def claim(
         place = word(side_counters(a, side), combined_word(k, a, token_tile))
         old = cute.arch.atomic_or(place, bits, sem="relaxed", scope="gpu")
     return bits & ~cute.arch.shuffle_sync(old, 0)
-
-
-@cute.jit
-def tell_usable(a: Args, shares: cute.Pointer):
-    """One thread, before its block's consumers come to combine: whether there is anything to. It is decided once for
-    all of them, for they meet in there; and ahead of time, for at the end everybody waits for them."""
-    cute.arch.store(shares + USABLE, Int32(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a)))
 
 
 def are_few(a: Args, blocks):
@@ -376,159 +364,3 @@ def combine_early(
         # lanes may see the flags change at different times, and must leave together
         done = cute.arch.load(over, Int32, sem="relaxed", scope="cta", ss="cta") != 0
         go = not cute.arch.vote_any_sync(done or aborted(a))
-
-
-@cute.jit
-def combine(
-    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, shares: cute.Pointer,
-    block: Int32, blocks: Int32, warp: Int32, lane: Int32,
-):  # fmt: skip
-    """The consumer warps of a block combine its share of the tokens that nobody has combined yet.
-
-    A share is up to SHARES pieces of neighbouring tokens, claimed together, and looked at TOKENS_PER_TURN at a time by
-    whichever warp is free. What isn't back then is put by, and waited for when all have been looked at, by any warp
-    again: so who comes early has work as long as there is any, and the last results, which come all at one time, are
-    divided among all warps. Where there are more warps than tokens, each has one, or a part of its columns.
-
-    shares: SHARE_WORDS in shared memory.
-    """
-    few = Boolean(are_few(a, blocks))
-    parts = Int32(1)
-    if few:
-        parts = min(blocks * 8 // max(a.tokens, 1), most_parts(k))
-    size = Int32(TOKEN_TILE)
-    for _ in cutlass.range_constexpr(2):
-        if a.tokens < size * blocks:
-            size = size // 2
-    pieces, turns = (a.tokens + size - 1) // size, size // TOKENS_PER_TURN * SHARES
-    begin, end = block, pieces
-    if few:
-        begin, end = Int32(0), Int32(1)
-    for first in range(begin, end, blocks * SHARES):
-        # of the next tokens: the first one, and which are this warp's
-        token, part = (block * 8 + warp) // parts, (block * 8 + warp) % parts
-        bits, piece, place = Int32(0), Int32(0), Int32(0)
-        patient, go = few, Boolean(True)
-        if few:
-            if token < a.tokens:
-                bits = Int32(1)
-                if cutlass.const_expr(k.by_token):
-                    if claim(k, a, side, token // TOKEN_TILE, Int32(1) << token % TOKEN_TILE, lane) == 0:
-                        bits = Int32(0)
-        else:
-            if first != begin:
-                sync_consumers()
-            share_out(k, a, side, shares, first, size, pieces, blocks, warp, lane)
-            sync_consumers()
-        while go:
-            if not few:
-                looked_at = cute.arch.load(shares + LOOKED_AT, Int32, sem="relaxed", scope="cta", ss="cta")
-                looked_at = cute.arch.shuffle_sync(looked_at, 0)
-                bits = Int32(0)
-                if not patient:
-                    turn = next_turn(shares + TICKET, lane)
-                    patient = turn >= turns
-                    if turn < turns:
-                        piece, place = turn % SHARES, turn // SHARES * TOKENS_PER_TURN
-                        mine = cute.arch.load(shares + piece, Int32)
-                        bits = (mine >> place) & (2**TOKENS_PER_TURN - 1)
-                if patient:
-                    go = looked_at < turns
-                    for p in cutlass.range_constexpr(SHARES):
-                        if bits == 0:
-                            left = cute.arch.load(shares + PUT_BY + p, Int32, sem="relaxed", scope="cta", ss="cta")
-                            left = cute.arch.shuffle_sync(left, 0)
-                            if left != 0:
-                                place = lowest(left) // TOKENS_PER_TURN * TOKENS_PER_TURN
-                                bits = take_bits(shares + PUT_BY + p, 2**TOKENS_PER_TURN - 1, place, lane)
-                                piece = Int32(p)
-                                go = Boolean(True)
-                token = (first + piece * blocks) * size + place
-            done = Int32(0)
-            if bits != 0:
-                done = combine_turn(k, dtype, a, side, token, bits, patient, part, parts, lane)
-            if few:
-                go = Boolean(False)
-            elif not patient:
-                if lane == 0:
-                    # should another warp see the second before the first, it leaves early: this one doesn't
-                    if bits != done:
-                        cute.arch.atomic_or(shares + PUT_BY + piece, (bits ^ done) << place, sem="relaxed", scope="cta")
-                    cute.arch.atomic_add(shares + LOOKED_AT, Int32(1), sem="relaxed", scope="cta")
-                cute.arch.sync_warp()
-
-
-@cute.jit
-def share_out(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, shares: cute.Pointer, first: Int32, size: Int32,
-    pieces: Int32, blocks: Int32, warp: Int32, lane: Int32,
-):  # fmt: skip
-    """A block's warps claim its next SHARES pieces, each of up to `size` tokens: number `first` and every `blocks`-th
-    behind it. Between two barriers."""
-    if warp < SHARES:
-        piece, mine = first + warp * blocks, Int32(0)
-        if piece < pieces:
-            tile, shift = piece * size // TOKEN_TILE, piece * size % TOKEN_TILE
-            there = ones(min(a.tokens - piece * size, size))
-            mine = (claim(k, a, side, tile, there << shift, lane) >> shift) & there
-        if lane == 0:
-            cute.arch.store(shares + warp, mine)
-            cute.arch.store(shares + PUT_BY + warp, Int32(0))
-            if warp < 2:
-                cute.arch.store(shares + TICKET + warp, Int32(0))
-
-
-@cute.jit
-def take_bits(place: cute.Pointer, mask: cutlass.Constexpr, shift: Int32, lane: Int32) -> Int32:
-    """Whole warp: the bits of a word of shared memory under `mask` << shift, which are this warp's now."""
-    old = Int32(0)
-    if lane == 0:
-        old = cute.arch.atomic_and(place, ~(mask << shift), sem="relaxed", scope="cta")
-    return (cute.arch.shuffle_sync(old, 0) >> shift) & mask
-
-
-def ones(count):
-    """The lowest bits set, 1 to 32 of them."""
-    return (Int32(2) << (count - 1)) - 1
-
-
-@cute.jit
-def next_turn(ticket: cute.Pointer, lane: Int32) -> Int32:
-    """Whole warp: a ticket of this block."""
-    turn = Int32(0)
-    if lane == 0:
-        turn = cute.arch.atomic_add(ticket, Int32(1), sem="relaxed", scope="cta")
-    return cute.arch.shuffle_sync(turn, 0)
-
-
-@cute.jit
-def combine_turn(
-    k: cutlass.Constexpr[KernelShape], dtype: cutlass.Constexpr, a: Args, side: Int32, first: Int32, bits: Int32,
-    patient: Boolean, part: Int32, parts: Int32, lane: Int32,
-) -> Int32:  # fmt: skip
-    """One warp: of up to TOKENS_PER_TURN tokens from `first` on, this warp's (bits), combine those that are back;
-    patient: all of them, as they come. Returns the bits of those that are combined. part, parts: see `combine_token`.
-    """
-    counters = a.heap + a.back_at + Int64(back_word(k, a, side, 0)) * 4
-    targets = a.back_target + Int64(side * a.max_tokens) * 4
-    choices = ()
-    if cutlass.const_expr(not k.by_token):
-        choices = choices_of(k, a, first + lane // MAX_TOP_K, lane)
-    token = min(first + lane % TOKENS_PER_TURN, a.tokens - 1)
-    target = read(targets, token)
-    mine = Boolean((bits >> (lane % TOKENS_PER_TURN)) & 1 != 0)
-    if cutlass.const_expr(TOKENS_PER_TURN * k.top_k * k.hidden * k.element_size <= MOST_ASKED):
-        if mine and lane < TOKENS_PER_TURN:
-            ask_for_rows(k, a, side, token)
-    scope = "sys" if cutlass.const_expr(k.ranks > 1) else "gpu"
-    back = Boolean(False)
-    if mine:
-        if patient:
-            back = wait_reached(counters, token * k.signal_words, target, a, Role.COMBINE, Wait.BACK, token, scope)
-        else:
-            back = reached(read(counters, token * k.signal_words, sem="acquire", scope=scope), target)
-    done = cute.arch.vote_ballot_sync(back) & bits
-    for i in range(TOKENS_PER_TURN):
-        if ((done >> i) & 1) != 0:
-            finish_token(k, dtype, a, side, first + i, choices, Int32(i), part, parts, lane)
-    return done

@@ -55,7 +55,7 @@ their way, several times what NVLink needs to be busy, and whatever else crosses
 MANY_COLUMNS = 16
 """Column tiles of the first product beyond which a layer has many: its ready blocks are higher
 (`KernelShape.block_tiles`), and its rows are copied once instead of being gathered for each (`KernelShape.gathers`)."""
-WORDS = 3
+WORDS = 4
 """Task words that a block has room for: how far the storer may be behind."""
 TOKEN_TILE = 32
 """Tokens that a spare warp looks at together for the combine: one per lane, one word of claim bits."""
@@ -77,7 +77,7 @@ COUNTER_WORDS = 16
 class Counter:
     """Index of each single counter of a staging side (int32 words)."""
 
-    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1, SHARED0, SHARED1, FOLLOW = range(11)
+    TICKET, PUSH_NEAR, PUSH_FAR, ROUTED, LISTED, PLANNED, READY0, READY1, SHARED0, SHARED1, FOLLOW, PIECE = range(12)
 
 
 class PlanWord:

@@ -8,7 +8,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from moe_fast.kernel import gate
-from moe_fast.kernel.combine import USABLE, combine, tell_usable
 from moe_fast.kernel.constants import (
     CARRIED_ROWS,
     HOME_BITS,
@@ -19,8 +18,9 @@ from moe_fast.kernel.constants import (
     TILE_ROWS,
     PlanWord,
 )
-from moe_fast.kernel.dispatch import push_first, push_own, pushes_own, wait_list
+from moe_fast.kernel.dispatch import first_places, push_first, push_own, pushes_own, wait_list
 from moe_fast.kernel.epilogue import home_address, keep_lines, return_rows, store_chunks, turn_few
+from moe_fast.kernel.final_combine import BLOCKS, OPEN_SIDE, SIDE, combine, open_side
 from moe_fast.kernel.gemm import (
     DTYPES,
     multiply,
@@ -31,7 +31,8 @@ from moe_fast.kernel.gemm import (
     tiled_mma,
 )
 from moe_fast.kernel.plan import make_plan, wait_plan
-from moe_fast.kernel.processor import fields_of, member_of, take_word, unpack
+from moe_fast.kernel.processor import fields_of, member_of, take_word, try_word, unpack
+from moe_fast.kernel.ring import ring_phase, ring_place
 from moe_fast.kernel.scans import sync_consumers
 from moe_fast.kernel.send_list import list_routes, load_routes, publish_list, routes_per_thread
 from moe_fast.kernel.shapes import KernelShape
@@ -82,7 +83,7 @@ def consume(
         gate_a = gate_mma.make_fragment_A(gate_thr.partition_A(sA))
         gate_rest = gate_mma.make_fragment_A(gate_thr.partition_A(sRest))
     else:
-        # in places of 64 rows: each warpgroup's, or those of two steps
+        # in places of 64 rows: each warpgroup's, or those of several steps
         half_mma = tiled_mma(dtype, k.gate_columns, 1)
         gate_a = half_mma.make_fragment_A(half_mma.get_slice(0).partition_A(sAh))
     logits = cute.make_rmem_tensor(gate_thr.partition_shape_C((TILE_ROWS, k.gate_columns)), Float32)
@@ -91,6 +92,8 @@ def consume(
     # who goes where
     if block < processors:
         gate.stage_biases(k, dtype, a, scratch, thread)
+        high = height // TILE_ROWS
+        doubles = [k.gate_steps(low) - 1 for low in (True, False)]
         for tile in range(block, token_tiles, processors):
             start = now(k)
             if a.given == 0:
@@ -106,13 +109,13 @@ def consume(
                     else:
                         count = multiply_logits(
                             dtype, k.gate_columns, logits, gate_a, gate_b, full, empty, count, k.gate_depth,
-                            Int32(k.gate_steps - 1) & (height // TILE_ROWS - 1), group, alone,
+                            Int32(doubles[0]) + (doubles[1] - doubles[0]) * high, high, group, alone,
                         )  # fmt: skip
                 elif cutlass.const_expr(gate.rehearses(k)):
-                    count += k.gate_depth // k.gate_steps
+                    count += k.gate_depth >> doubles[0]
                     logits.fill(0.0)
                 else:
-                    count = pass_over(full, empty, count, Int32(k.gate_depth // k.gate_steps))
+                    count = pass_over(full, empty, count, Int32(k.gate_depth >> doubles[0]))
                 gate.choose(k, a, logits, tile * height, height, scratch, thread)
             else:
                 gate.take_given(k, a, tile, height, scratch, thread)
@@ -147,17 +150,19 @@ def consume(
         wait_plan(a, side, Role.GATE)
     sync_consumers()
     start = now(k)
-    # the same in all lanes: pushing takes whole warps
-    usable = cute.arch.vote_all_sync(read(a.plan, PlanWord.USABLE) != 0 and not aborted(a))
+    # looked at only when what the send list asks for is on its way, too
+    usable, given_up = read(a.plan, PlanWord.USABLE) != 0, aborted(a)
+    begun = first_places(k, a)
     if cutlass.const_expr(k.by_token):
         if block < processors:
             list_all_tokens(k, a, side, block, processors, height, token_tiles, scratch, thread)
     elif block < processors:
-        if usable:
-            for tile in range(block, token_tiles, processors):
-                list_routes(k, a, side, tile, height, token_tiles, routes, places, thread)
-                load_routes(k, a, side, tile + processors, height, routes, thread)
+        for tile in range(block, token_tiles, processors):
+            list_routes(k, a, side, tile, height, token_tiles, usable, given_up, routes, places, thread)
+            load_routes(k, a, side, tile + processors, height, routes, thread)
         publish_list(a, side, thread)
+    # the same in all lanes: pushing takes whole warps
+    usable = cute.arch.vote_all_sync(usable and not given_up)
     mark(k, a, block, 0, start, Phase.LIST, thread == 0)
 
     # the first rows, with all hands
@@ -169,7 +174,7 @@ def consume(
         # Each block those of its own tokens, which it knows already. That every block has listed its routes, the
         # dispatcher makes sure of before the last word: nobody here reads another block's entries before the combine.
         if usable:
-            push_own(k, a, side, block, height, places, thread)
+            push_own(k, a, side, block, height, begun, places, thread)
     else:
         if thread == 0:
             wait_list(a, side, processors)
@@ -205,9 +210,17 @@ def consume(
     mapped = Boolean(False)
     if cutlass.const_expr(k.put_from_shared):
         mapped = peers_mapped(k, a)
+    # the next word, where it was there before it was needed
+    known, following = Boolean(False), Int64(0)
+    if cutlass.const_expr(k.paired):
+        # as of here, see `final_combine.SIDE`
+        side = cute.arch.load(shares + SIDE, Int32)
     go = Boolean(block < processors)
     while go:
-        word = take_word(k, slots, word_full, word_empty, number)
+        word = following
+        if not known:
+            word = take_word(k, slots, word_full, word_empty, number)
+        known = Boolean(False)
         kind, row_tile, column = unpack(word)
         go = kind != STOP
         if go:
@@ -242,7 +255,7 @@ def consume(
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(few_free)
             # the wait for the first operands is not work
-            cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+            cute.arch.mbarrier_wait(full + ring_place(count, STAGES), ring_phase(count, STAGES))
             start = now(k)
             home, place = Int32(0), Int32(0)
             if kind != GEMM0 and routed:
@@ -299,10 +312,14 @@ def consume(
                     note(a, block, 3, start, word)
                 if thread == 128:
                     note(a, block, 4, start, word)
+            if cutlass.const_expr(not k.expert_bias):
+                # the next word, if it is there, under this task's epilogue; not where the loader, one word further
+                # ahead then, would put a bias in the place of this task's
+                known, following = try_word(k, slots, word_full, word_empty, number + 1)
             if kind == GEMM0:
                 store_chunks(
                     k, dtype, group, parity, acc, copy, memory, chunk_full, chunk_empty,
-                    sBias + number % k.biases * TILE_COLUMNS, thread,
+                    sBias + ring_place(number, k.biases) * TILE_COLUMNS, thread,
                 )  # fmt: skip
                 parity += k.chunks0 // 2
             else:
@@ -320,7 +337,7 @@ def consume(
                 if cutlass.const_expr(not k.put):
                     return_rows(
                         k, dtype, address, column, group, parity, acc, copy, memory, chunk_empty,
-                        sBias + number % k.biases * TILE_COLUMNS, thread,
+                        sBias + ring_place(number, k.biases) * TILE_COLUMNS, thread,
                     )  # fmt: skip
                 else:
                     owner = home >> HOME_BITS
@@ -339,7 +356,7 @@ def consume(
                         step = Int32(0)
                     keep_lines(
                         k, dtype, address, step, routed, put, column, group, parity, acc, copy, memory, chunk_empty,
-                        sBias + number % k.biases * TILE_COLUMNS, thread,
+                        sBias + ring_place(number, k.biases) * TILE_COLUMNS, thread,
                     )  # fmt: skip
                     if routed and not mapped:
                         landings = landings_of(k, a, side, row_tile, filled, lane)
@@ -348,7 +365,7 @@ def consume(
                         put_results(k, a, side, row_tile, column, landings, warp_id, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(sent + returns % k.sent)
+                    cute.arch.mbarrier_arrive(sent + ring_place(returns, k.sent))
                 returns += 1
             if cutlass.const_expr(k.trace):
                 if thread == 0:
@@ -360,10 +377,13 @@ def consume(
         # the Scheduler's block has no dispatcher
         if block >= processors:
             if thread == 0:
-                tell_usable(a, shares)
+                open_side(a, side, shares)
             sync_consumers()
-    if cute.arch.load(shares + USABLE, Int32) != 0:
+    opened = cute.arch.load(shares + OPEN_SIDE, Int32)
+    if opened >= 0:
+        all_blocks = cute.arch.load(shares + BLOCKS, Int32)
         if cutlass.const_expr(k.by_token):
-            sum_rest(k, dtype, a, side, block * 8 + warp_id, blocks * 8, lane)
-        combine(k, dtype, a, side, shares, block, blocks, warp_id, lane)
+            sum_rest(k, dtype, a, opened, block * 8 + warp_id, all_blocks * 8, lane)
+        lists = cute.recast_ptr(rows_memory, dtype=Int32)
+        combine(k, dtype, a, opened, shares, lists, block, all_blocks, warp_id, lane)
     mark(k, a, block, 0, start, Phase.COMBINE, thread == 0)

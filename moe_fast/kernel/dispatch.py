@@ -198,23 +198,29 @@ def pushes_own(token_tiles: Int32, processors: Int32) -> Boolean:
     return token_tiles * 3 >= processors and token_tiles <= processors
 
 
+def first_places(k: KernelShape, a):
+    """Where this rank's own rows begin and end in the send list."""
+    starts = k.plan_parts * k.experts
+    return read(a.list_start, starts + a.rank), read(a.list_start, starts + a.rank + 1)
+
+
 @cute.jit
 def push_own(
-    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, places: tuple, thread: Int32
-):
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, own: tuple, places: tuple,
+    thread: Int32,
+):  # fmt: skip
     """A warp pushes those of its routes of token tile `tile` that are among the first local rows.
 
-    height: tokens of a tile. places: of this thread's routes, every 256th of the tile's, the place in the send list and
-    the row where it lands.
+    height: tokens of a tile. own: `first_places`. places: of this thread's routes, every 256th of the tile's, the place
+    in the send list and the row where it lands.
 
     As in `push_unit` a lane's fence, between two barriers of the warp, covers what all lanes have stored of the row it
     counts; of a row that is gathered that is its home alone.
     """
     place, row = places
     lane = thread % 32
-    starts = k.plan_parts * k.experts
-    begin = read(a.list_start, starts + a.rank)
-    until = begin + boost_rows(read(a.list_start, starts + a.rank + 1) - begin)
+    begin, end = own
+    until = begin + boost_rows(end - begin)
     row_bytes = k.hidden * k.element_size
     inside = Int64(lane * VECTOR_BYTES)
     sources = a.x + inside
@@ -284,7 +290,11 @@ def push_near(
     unit = begun + next_unit(a, side, Counter.PUSH_NEAR, lane)
     near = Boolean(unit < units)
     if near:
-        push_unit(k, a, side, a.rank, unit, k.near_unit, lane)
+        own = a.rank
+        if cutlass.const_expr(k.by_token):
+            # not plainly: what the compiler then works out ahead doesn't fit into the registers
+            own = a.rank + (unit >> 30)
+        push_unit(k, a, side, own, unit, k.near_unit, lane)
     return near
 
 

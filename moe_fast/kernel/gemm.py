@@ -14,7 +14,7 @@ proxy fence behind every wait for a full stage.
 A bias of the task's 256 columns comes with the first stage, into one of two small buffers: the loader is never more
 than one task ahead of the consumers (it has their next task word only when they have done with the last).
 
-Stage barriers count in a running number: stage = count % STAGES, phase = count // STAGES % 2.
+Stage barriers count in a running number: see `ring`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from moe_fast.kernel.constants import (
     TILE_COLUMNS,
     TILE_ROWS,
 )
+from moe_fast.kernel.ring import ring_phase, ring_place
 
 LOG2E = 1.4426950408889634
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
@@ -80,9 +81,9 @@ def release(empty: cute.Pointer, count: Int32, paired: cutlass.Constexpr = False
     with cute.arch.elect_one():
         if cutlass.const_expr(paired):
             for member in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_arrive(empty + count % STAGES, member)
+                cute.arch.mbarrier_arrive(empty + ring_place(count, STAGES), member)
         else:
-            cute.arch.mbarrier_arrive(empty + count % STAGES)
+            cute.arch.mbarrier_arrive(empty + ring_place(count, STAGES))
 
 
 def see_gathered(gathers: bool):
@@ -111,18 +112,18 @@ def multiply(
     mma = tiled_mma(dtype, columns)
     blocks = cute.size(a_frag, mode=[2])
     mma.set(warpgroup.Field.ACCUMULATE, False)
-    cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+    cute.arch.mbarrier_wait(full + ring_place(count, STAGES), ring_phase(count, STAGES))
     see_gathered(gathers)
     warpgroup.fence()
     for kb in cutlass.range_constexpr(blocks):
-        stage = count % STAGES
+        stage = ring_place(count, STAGES)
         cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
     for _ in range(1, depth):
         following = count + 1
-        stage = following % STAGES
-        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        stage = ring_place(following, STAGES)
+        cute.arch.mbarrier_wait(full + stage, ring_phase(following, STAGES))
         see_gathered(gathers)
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
@@ -148,20 +149,21 @@ def multiply_logits(
     count: Int32,
     depth: cutlass.Constexpr,
     double: Int32,
+    high: Int32,
     group: Int32,
     alone: Boolean,
 ) -> Int32:
     """As `multiply`, for what `load_logits` brings: 64 rows of a token tile for warpgroup `group`.
 
-    a_frag: in places of 64 rows, two in a stage. depth: steps of 128 bytes. double: 1 where a stage holds two of them,
-    all for the first warpgroup, else 0. alone: whether the other warpgroup leaves the stages to this one, which hands
-    them back for both.
+    a_frag: in places of 64 rows. depth: steps of 128 bytes. double: 1 where a stage holds two of them, else 0. high: 1
+    where a step has a place for each warpgroup, 0 where all are for the first one. alone: whether the other warpgroup
+    leaves the stages to this one, which hands them back for both.
     """
     mma = tiled_mma(dtype, columns)
     blocks = cute.size(a_frag, mode=[2])
     mma.set(warpgroup.Field.ACCUMULATE, False)
-    stage = count % STAGES
-    cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+    stage = ring_place(count, STAGES)
+    cute.arch.mbarrier_wait(full + stage, ring_phase(count, STAGES))
     warpgroup.fence()
     a_place, b_place = stage * 2 + group, stage << double
     for kb in cutlass.range_constexpr(blocks):
@@ -170,16 +172,18 @@ def multiply_logits(
     warpgroup.commit_group()
     for step in range(1, depth):
         # the second step of a stage has come with the first
-        second = step & double
-        following = count + 1 - second
-        stage = following % STAGES
-        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
-        a_place, b_place = stage * 2 + group + second, (stage << double) + second
+        inside = step & double
+        following = count + 1 - inside
+        stage = ring_place(following, STAGES)
+        cute.arch.mbarrier_wait(full + stage, ring_phase(following, STAGES))
+        # of a low tile beside the first, of a high one behind all stages' first ones
+        a_place = stage * 2 + group + inside + inside * high * (2 * STAGES - 1)
+        b_place = (stage << double) + inside
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, a_place)], b_frag[(None, None, kb, b_place)], acc)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
-        if second == 0:
+        if inside == 0:
             release(empty, count)
             if alone:
                 release(empty, count)
@@ -216,11 +220,11 @@ def multiply_carrying(
     blocks = cute.size(a_frag, mode=[2])
     mma.set(warpgroup.Field.ACCUMULATE, False)
     few_mma.set(warpgroup.Field.ACCUMULATE, False)
-    cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+    cute.arch.mbarrier_wait(full + ring_place(count, STAGES), ring_phase(count, STAGES))
     see_gathered(gathers)
     warpgroup.fence()
     for kb in cutlass.range_constexpr(blocks):
-        stage = count % STAGES
+        stage = ring_place(count, STAGES)
         cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
         cute.gemm(few_mma, few_acc, w_frag[(None, None, kb, stage)], few_frag[(None, None, kb, stage)], few_acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -228,8 +232,8 @@ def multiply_carrying(
     warpgroup.commit_group()
     for _ in range(1, depth):
         following = count + 1
-        stage = following % STAGES
-        cute.arch.mbarrier_wait(full + stage, (following // STAGES) & 1)
+        stage = ring_place(following, STAGES)
+        cute.arch.mbarrier_wait(full + stage, ring_phase(following, STAGES))
         see_gathered(gathers)
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
@@ -277,8 +281,8 @@ def multiply_exactly(
     quarter = cute.make_layout(4)
     blocks = cute.size(a_frag, mode=[2])
     for _ in range(depth):
-        stage = count % STAGES
-        cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+        stage = ring_place(count, STAGES)
+        cute.arch.mbarrier_wait(full + stage, ring_phase(count, STAGES))
         for j in cutlass.range_constexpr(4):
             place = group * (64 * LINE_BYTES // 4) + (j * 128 + inside) * 4
             source = shared_floats(rows + stage * (TILE_ROWS * LINE_BYTES // 4) + place)
@@ -302,8 +306,8 @@ def multiply_exactly(
         count += 1
     warpgroup.fence()
     for step in range(depth):
-        stage = count % STAGES
-        cute.arch.mbarrier_wait(full + stage, (count // STAGES) & 1)
+        stage = ring_place(count, STAGES)
+        cute.arch.mbarrier_wait(full + stage, ring_phase(count, STAGES))
         for kb in cutlass.range_constexpr(blocks):
             cute.gemm(mma, acc, a_frag[(None, None, kb, stage)], b_frag[(None, None, kb, stage)], acc)
         warpgroup.commit_group()
@@ -336,7 +340,7 @@ def pass_over(
     other one; returns the new running count of stages."""
     # by one copy of the code: the gate comes here once a call, and the loader waits while code comes from memory
     for _ in cutlass.range(depth, unroll=1):
-        cute.arch.mbarrier_wait(full + count % STAGES, (count // STAGES) & 1)
+        cute.arch.mbarrier_wait(full + ring_place(count, STAGES), ring_phase(count, STAGES))
         # also before TMA writes over them
         see_gathered(gathers)
         release(empty, count, paired)

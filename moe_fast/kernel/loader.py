@@ -12,6 +12,7 @@ from moe_fast.kernel.constants import CARRIED_ROWS, FEW_ROWS, HALF_COLUMNS, SHAR
 from moe_fast.kernel.gather import load_gathered_carrying, load_gathered_or_landed
 from moe_fast.kernel.loads import load_bias, load_carrying, load_logits, load_product
 from moe_fast.kernel.processor import fields_of, member_of, take_word, unpack
+from moe_fast.kernel.ring import ring_place
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
@@ -37,8 +38,8 @@ def load(
     aRows: cute.CopyAtom, tRows: cute.Tensor, aHidden: cute.CopyAtom, tHidden: cute.Tensor,
     aFirst: cute.CopyAtom, tFirst: cute.Tensor, aSecond: cute.CopyAtom, tSecond: cute.Tensor,
     aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor, aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor,
-    few: tuple, bias: tuple, shared: tuple, following: tuple, sE: cute.Tensor, sA: cute.Tensor, sAh: cute.Tensor,
-    sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
+    few: tuple, bias: tuple, shared: tuple, following: tuple, sE: cute.Tensor, sA: cute.Tensor, sX: cute.Tensor,
+    sAh: cute.Tensor, sAf: cute.Tensor, sBh: cute.Tensor, sG: cute.Tensor,
     sBias: cute.Tensor, full: cute.Pointer, empty: cute.Pointer,
     slots: cute.Pointer, word_full: cute.Pointer, word_empty: cute.Pointer, asked: cute.Pointer,
     few_free: cute.Pointer, pair: tuple, memory: tuple, side: Int32, block: Int32, processors: Int32, height: Int32,
@@ -50,7 +51,7 @@ def load(
     aRowsFew, tRowsFew, aHiddenFew, tHiddenFew = few
     pairs = []
     for atom, tensor, box, smem in (
-        (aX, tX, (TILE_ROWS, k.line), sA),
+        (aX, tX, (TILE_ROWS, k.line), sX),
         (aXHalf, tXHalf, (TILE_ROWS // 2, k.line), sAh),
         (aRows, tRows, (TILE_ROWS, k.line), sA),
         (aHidden, tHidden, (TILE_ROWS, k.line), sA),
@@ -141,12 +142,12 @@ def load(
             if height > TILE_ROWS // 2:
                 count = load_logits(
                     k, full, empty, count, aX, gX[(None, tile, None)], sX, aRouter, gRouter[(None, 0, None)], sRouter,
-                    TILE_ROWS, 1,
+                    TILE_ROWS, k.gate_steps(False),
                 )  # fmt: skip
             else:
                 count = load_logits(
                     k, full, empty, count, aXHalf, gXHalf[(None, tile, None)], sXHalf, aRouter,
-                    gRouter[(None, 0, None)], sRouter, TILE_ROWS // 2, k.gate_steps,
+                    gRouter[(None, 0, None)], sRouter, TILE_ROWS // 2, k.gate_steps(True),
                 )  # fmt: skip
     counters = side_counters(a, side)
     arrived = a.heap + a.arrived_at + Int64(arrived_word(k, a, side, 0)) * 4
@@ -180,12 +181,12 @@ def load(
                         first, second = column * 2, column * 2 + 1
                     load_bias(
                         k, full, empty, count, aFirstBias, gFirstBias[(None, first, expert)],
-                        gUpBias[(None, second, expert)], sFirstBias, number % k.biases,
+                        gUpBias[(None, second, expert)], sFirstBias, ring_place(number, k.biases),
                     )  # fmt: skip
                 else:
                     load_bias(
                         k, full, empty, count, aSecondBias, gSecondBias[(None, low, expert)],
-                        gSecondBias[(None, high, expert)], sSecondBias, number % k.biases,
+                        gSecondBias[(None, high, expert)], sSecondBias, ring_place(number, k.biases),
                     )  # fmt: skip
             routed = Boolean(True)
             if cutlass.const_expr(k.shared_intermediate > 0):

@@ -188,10 +188,11 @@ def load_logits(
 ) -> Int32:
     """The whole loader warp streams one token tile and the router; returns the new running count of stages.
 
-    rows_there: tokens of the tile, 128 or 64; as in `load_product`. steps: of 128 bytes in a stage. A block alone is
-    bound by the way to memory, not by its bytes: where a tile is low, a stage takes two steps and as many bytes.
+    rows_there: tokens of the tile, 128 or 64; as in `load_product`. steps: of 128 bytes in a stage
+    (`KernelShape.gate_steps`). What doesn't fit in a stage's place for rows goes behind all of those, where tasks have
+    weights.
 
-    The router's stages are as narrow as it is, so they share memory with other stages of tasks. That is safe: a task
+    Neither those nor the router's places, as narrow as it is, are a task's of the same stage. That is safe: a task
     begins only after the plan, and the plan only after every token tile's logits are computed.
     """
     for step in range(k.gate_depth // steps):
@@ -199,14 +200,15 @@ def load_logits(
         cute.arch.mbarrier_wait(empty + stage, ((count // STAGES) & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (rows_there + k.gate_columns) * LINE_BYTES * steps)
-        place = stage * (TILE_ROWS // rows_there)
+        per = TILE_ROWS // rows_there
         for i in cutlass.range_constexpr(steps):
+            place = stage * per + i // per * (STAGES * per) + i % per
             here = step * steps + i
             part = here
             if cutlass.const_expr(k.router_parts > 1):
                 # the router's parts stand side by side; each meets the whole token
                 part = here % k.depth0
-            cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, place + i)], tma_bar_ptr=full + stage)
+            cute.copy(rows_atom, rows[(None, part)], rows_smem[(None, place)], tma_bar_ptr=full + stage)
             to = router_smem[(None, stage * steps + i)]
             cute.copy(router_atom, router[(None, here)], to, tma_bar_ptr=full + stage)
         count += 1

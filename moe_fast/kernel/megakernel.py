@@ -30,7 +30,6 @@ import cutlass.utils as utils
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from moe_fast.kernel.combine import SHARE_WORDS
 from moe_fast.kernel.constants import (
     CARRIED_ROWS,
     FEW_ROWS,
@@ -42,6 +41,7 @@ from moe_fast.kernel.constants import (
     PlanWord,
 )
 from moe_fast.kernel.consumer import consume
+from moe_fast.kernel.final_combine import BLOCKS, SHARE_WORDS, SIDE
 from moe_fast.kernel.gather import SOURCES
 from moe_fast.kernel.gemm import DTYPES, operand_type
 from moe_fast.kernel.loader import load
@@ -59,7 +59,16 @@ from moe_ref.layout import ceil_div
 from moe_ref.runtime.encoding import side_of
 
 LOAD_REGISTERS, MATH_REGISTERS = 104, 200
-"""128 * 104 + 256 * 200 = 64,512, all registers of an SM. With 88 and 208 the spare warp spills."""
+"""Of a thread of the loading warps and of the computing ones: 128 * 104 + 256 * 200 = 64,512, all registers of an SM.
+With 88 and 208 the spare warp spills."""
+
+
+def registers_of(k: KernelShape) -> tuple[int, int]:
+    """LOAD_REGISTERS and MATH_REGISTERS of a kernel. The choice among many experts needs more of the latter; where
+    Scheduler and Subscribers have a block of their own, spare warps need fewer."""
+    if k.scheduler == "os_block" and k.experts > HALF_COLUMNS:
+        return LOAD_REGISTERS - 32, MATH_REGISTERS + 16
+    return LOAD_REGISTERS, MATH_REGISTERS
 
 
 class MegaKernel:
@@ -103,8 +112,10 @@ class MegaKernel:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         lA = cute.tile_to_shape(atom, (TILE_ROWS, k.line, STAGES), order=(0, 1, 2))
         lB = cute.tile_to_shape(atom, (TILE_COLUMNS, k.line, STAGES), order=(0, 1, 2))
-        # places of the gate's router: of a low token tile a stage holds gate_steps
-        lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES * k.gate_steps), order=(0, 1, 2))
+        # places of the gate's router and tokens: the latter's go on into the weights' stages
+        most_steps = max(k.gate_steps(True), k.gate_steps(False))
+        lG = cute.tile_to_shape(atom, (k.gate_columns, k.line, STAGES * most_steps), order=(0, 1, 2))
+        lX = cute.tile_to_shape(atom, (TILE_ROWS, k.line, STAGES * 2), order=(0, 1, 2))
         lBh = cute.tile_to_shape(atom, (HALF_COLUMNS, k.line, STAGES * 2), order=(0, 1, 2))
         # one memory, two views: both warpgroups' 64 rows for the register copy, one 64 x 64 buffer for a TMA store
         lC = cute.tile_to_shape(atom, (TILE_ROWS, k.line, 2), order=(0, 1, 2))
@@ -112,7 +123,7 @@ class MegaKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         lA1, lB1, lC1, lG1 = (cute.slice_(x, (None, None, 0)) for x in (lA, lBh, lCs, lG))
         rows_box, half_box, chunk_box = (TILE_ROWS, k.line), (HALF_COLUMNS, k.line), (64, k.line)
-        lAh = cute.tile_to_shape(atom, (TILE_ROWS // 2, k.line, STAGES * 2), order=(0, 1, 2))
+        lAh = cute.tile_to_shape(atom, (TILE_ROWS // 2, k.line, STAGES * 4), order=(0, 1, 2))
         lAh1, half_rows_box = cute.slice_(lAh, (None, None, 0)), (TILE_ROWS // 2, k.line)
         aX, tX = cpasync.make_tiled_tma_atom(load, mX, lA1, rows_box)
         aXHalf, tXHalf = cpasync.make_tiled_tma_atom(load, mX, lAh1, half_rows_box)
@@ -190,7 +201,7 @@ class MegaKernel:
         self.kernel(
             a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst, aSecond,
             tSecond, aOut, tOut, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following, hidden,
-            lE, lA, lA1, lAh, lAf, lB, lBh, lG, lC, lCs, lBias,
+            lE, lA, lA1, lX, lAh, lAf, lB, lBh, lG, lC, lCs, lBias,
         ).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
             **({"cluster": (2, 1, 1)} if k.paired else {}),
@@ -206,7 +217,8 @@ class MegaKernel:
         aOut: cute.CopyAtom, tOut: cute.Tensor, aRowsHalf: cute.CopyAtom, tRowsHalf: cute.Tensor,
         aHiddenHalf: cute.CopyAtom, tHiddenHalf: cute.Tensor, few: tuple, bias: tuple, shared: tuple,
         following: tuple, hidden: tuple, lE: cute.ComposedLayout,
-        lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lAh: cute.ComposedLayout, lAf: cute.ComposedLayout,
+        lA: cute.ComposedLayout, lA1: cute.ComposedLayout, lX: cute.ComposedLayout,
+        lAh: cute.ComposedLayout, lAf: cute.ComposedLayout,
         lB: cute.ComposedLayout, lBh: cute.ComposedLayout,
         lG: cute.ComposedLayout, lC: cute.ComposedLayout, lCs: cute.ComposedLayout, lBias: cute.Layout,
     ):  # fmt: skip
@@ -268,6 +280,8 @@ class MegaKernel:
                 if cutlass.const_expr(k.carries):
                     cute.arch.mbarrier_init(few_free, 8)
                 cute.arch.store(over, Int32(0))
+                cute.arch.store(shares + BLOCKS, Int32(blocks))
+                cute.arch.store(shares + SIDE, side)
                 for i in cutlass.range_constexpr(k.words):
                     cute.arch.mbarrier_init(word_full + i, 1)
                     cute.arch.mbarrier_init(word_empty + i, READERS)
@@ -289,11 +303,12 @@ class MegaKernel:
             pair = (s.pair_full.data_ptr(), s.pair_empty.data_ptr())
 
         sA = s.sA.get_tensor(lA.outer, swizzle=lA.inner)
+        sX = s.sA.get_tensor(lX.outer, swizzle=lX.inner)
         sAh = s.sA.get_tensor(lAh.outer, swizzle=lAh.inner)
         sAf = s.sA.get_tensor(lAf.outer, swizzle=lAf.inner)
         sB = s.sB.get_tensor(lB.outer, swizzle=lB.inner)
         sBh = s.sB.get_tensor(lBh.outer, swizzle=lBh.inner)
-        sG = s.sB.get_tensor(lG.outer, swizzle=lG.inner)
+        sG = cute.make_tensor(cute.recast_ptr(s.sB.data_ptr() + k.router_at * k.line, lG.inner), lG.outer)
         sC = s.sC.get_tensor(lC.outer, swizzle=lC.inner)
         sCs = s.sC.get_tensor(lCs.outer, swizzle=lCs.inner)
         # what TF32 leaves of a step of tokens, for the gate of float32 layers; as large as half of sC
@@ -304,14 +319,14 @@ class MegaKernel:
         scratch = cute.recast_ptr(s.sC.data_ptr(), dtype=Int32)
 
         if group == 0:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers_of(k)[0])
             if block < processors:
                 if warp_id == 0:
                     load(
                         k, a, aX, tX, aXHalf, tXHalf, aRouter, tRouter, aRows, tRows, aHidden, tHidden, aFirst, tFirst,
                         aSecond, tSecond, aRowsHalf, tRowsHalf, aHiddenHalf, tHiddenHalf, few, bias, shared, following,
-                        sE, sA, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots, word_full,
-                        word_empty, asked, few_free, pair,
+                        sE, sA, sX, sAh, sAf, sBh, sG, cute.make_tensor(sBias, lBias), ab_full, ab_empty, slots,
+                        word_full, word_empty, asked, few_free, pair,
                         (s.sources.data_ptr(), s.sA.data_ptr(), s.sC.data_ptr()), side, block, processors,
                         *gate_tiles(a.tokens, processors), lane,
                     )  # fmt: skip
@@ -339,9 +354,9 @@ class MegaKernel:
                     if warp_id == 0:
                         schedule(k, a, side, row_tiles, processors, lane)
                     else:
-                        subscribe(k, a, side, row_tiles, (warp_id - 1) * 32 + lane)
+                        subscribe(k, a, side, row_tiles, processors, (warp_id - 1) * 32 + lane)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(registers_of(k)[1])
             consume(
                 k, a, sA, sAh, sB, sG, sC, sRest, sE, tuple(tensor.iterator for tensor in hidden), s.sA.data_ptr(),
                 s.sC.data_ptr(), sBias, s.peers.data_ptr(), shares, scratch, ab_full, ab_empty, chunk_full, chunk_empty,
@@ -354,7 +369,7 @@ class MegaKernel:
             # nobody leaves while the other block still arrives at barriers here
             meet()
         if thread == 0:
-            if fetch_add(a.control, EXITED) == blocks - 1:
+            if fetch_add(a.control, EXITED) == cute.arch.load(shares + BLOCKS, Int32) - 1:
                 write(a.control, EXITED, 0)
                 if read(a.control, ABORT, sem="relaxed", scope="gpu") == 0:
                     # read anew, for no role leaves a register to keep it in

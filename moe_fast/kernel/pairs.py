@@ -30,7 +30,8 @@ Who waits for whom across the pair, and why that ends:
 - Words. The first block's dispatcher fetches them, looks up what both blocks need, and sends the second its own; that
   one's dispatcher passes them on into its own ring. The inbox has room for one word. It is free again when the second
   dispatcher has read it, which it does as soon as the word before is in its ring: when all readers have read the word
-  three before that one. Readers get there by finishing tasks before, which no later word is needed for.
+  before that by as many as the ring has room for (`KernelShape.words`). Readers get there by finishing tasks before,
+  which no later word is needed for.
 - Both get the same number of words, and the last is STOP: whether to go on, the first dispatcher decides alone. A
   second dispatcher that has given up waiting for the plan takes its words' rows away and passes them on: its block
   computes and stores nothing, but keeps step.
@@ -47,11 +48,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
-from moe_fast.kernel.combine import tell_usable
 from moe_fast.kernel.constants import FIELDS_SHIFT, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
+from moe_fast.kernel.final_combine import open_side
 from moe_fast.kernel.plan import wait_plan
-from moe_fast.kernel.scheduler import next_mail, next_ticket
+from moe_fast.kernel.ring import ring_phase, ring_place
+from moe_fast.kernel.scheduler import ahead_of, first_word, next_mail, next_ticket
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, Role, read
 from moe_fast.kernel.tile_pairs import FIELDS, SAME_BIT, VOID, at_least, field_few, field_rows, field_wide
@@ -151,10 +153,14 @@ def dispatch_pair_words(
         row_tiles = read(a.plan, PlanWord.ROW_TILES)
     number = Int32(0)
     mails = Int32(0)
+    ahead = ahead_of(k, row_tiles, blocks // 2)
+    # of a task's members: slots, row tiles, fields
+    known = cute.make_rmem_tensor(6, Int32)
+    known.fill(0)
     go = Boolean(True)
     while go:
-        slot = number % k.words
-        cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
+        slot = ring_place(number, k.words)
+        cute.arch.mbarrier_wait(empty + slot, ring_phase(number, k.words) ^ 1)
         # as in `dispatch_words`
         cute.arch.mbarrier_wait(asked, (number & 1) ^ 1)
         word, other = Int64(STOP), Int64(STOP)
@@ -166,25 +172,30 @@ def dispatch_pair_words(
                     word = next_ticket(k, a, side, row_tiles)
                 else:
                     mails += 1
-                    word = next_mail(k, a, side, block // 2, blocks // 2, mails)
+                    if cutlass.const_expr(k.deals_ahead):
+                        if mails == 1 and block // 2 < ahead:
+                            word = first_word(k, block // 2, row_tiles)
+                        else:
+                            word = next_mail(k, a, side, block // 2, blocks // 2, mails)
+                    else:
+                        word = next_mail(k, a, side, block // 2, blocks // 2, mails)
                 kind = Int32(task_kind(word))
                 if kind != STOP and kind != NONE:
                     columns = Int32(k.columns1)
                     if kind == GEMM0:
                         columns = Int32(k.columns0)
-                    fields = read(a.tile_rows, Int32(task_row_tile(word)))
-                    wide = field_wide(fields)
+                    # all that there is to know, in one trip to memory
+                    for i in cutlass.range_constexpr(6):
+                        table = (a.tile_slot, a.tile_at, a.tile_rows)[i // 2]
+                        known[i] = read(table, Int32(task_row_tile(word)) + i % 2)
+                    wide = field_wide(known[4])
                     if cutlass.const_expr(k.halves):
-                        other_fields = read(a.tile_rows, Int32(task_row_tile(word)) + 1)
-                        kind = dealt_kind(kind, (fields, other_fields))
+                        kind = dealt_kind(kind, (known[4], known[5]))
                         word = Int64(kind) | (word & ~Int64((1 << KIND_BITS) - 1))
                     if kind == NONE or dropped_column(Int32(task_column_tile(word)), columns, wide) != 0:
                         word = Int64(NONE)
             if Int32(task_kind(word)) != STOP:
-                first = Int32(task_row_tile(word))
-                entries = []
-                for table in (a.tile_slot, a.tile_at, a.tile_rows):
-                    entries.append((Int64(read(table, first)), Int64(read(table, first + 1))))
+                entries = [(Int64(known[2 * i]), Int64(known[2 * i + 1])) for i in range(3)]
                 word, other = pair_words(word, *entries, Int64(columns))
         go = Int32(task_kind(word)) != STOP
         cute.arch.mbarrier_wait(inbox + FREE, (number & 1) ^ 1)
@@ -192,7 +203,7 @@ def dispatch_pair_words(
         if not go:
             # as in `dispatch_words`
             wait_list(a, side, blocks)
-            tell_usable(a, shares)
+            open_side(a, side, shares)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
         number += 1
@@ -215,7 +226,7 @@ def pass_words_on(
     number = Int32(0)
     go = Boolean(True)
     while go:
-        slot = number % k.words
+        slot = ring_place(number, k.words)
         cute.arch.mbarrier_arrive_and_expect_tx(inbox + FULL, 8)
         cute.arch.mbarrier_wait(inbox + FULL, number & 1)
         word = cute.arch.load(inbox + WORD, Int64)
@@ -225,10 +236,10 @@ def pass_words_on(
             # the same weights as for the other block, but no rows
             kept = FIELDS_SHIFT + SAME_BIT
             word = (word & ((1 << FIELDS_SHIFT) - 1 | 1 << kept)) | (Int64(VOID) << FIELDS_SHIFT)
-        cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
+        cute.arch.mbarrier_wait(empty + slot, ring_phase(number, k.words) ^ 1)
         if not go:
             wait_list(a, side, blocks)
-            tell_usable(a, shares)
+            open_side(a, side, shares)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
         number += 1

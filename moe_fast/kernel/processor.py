@@ -16,11 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from moe_fast.kernel.combine import tell_usable
 from moe_fast.kernel.constants import FIELDS_SHIFT, HOME_BITS, TILE_ROWS, PlanWord
 from moe_fast.kernel.dispatch import wait_list
+from moe_fast.kernel.final_combine import open_side
 from moe_fast.kernel.plan import wait_plan
-from moe_fast.kernel.scheduler import finish_hidden, next_mail, next_shared, next_ticket
+from moe_fast.kernel.ring import ring_phase, ring_place
+from moe_fast.kernel.scheduler import ahead_of, finish_hidden, first_word, next_mail, next_shared, next_ticket
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import (
     Args,
@@ -76,13 +77,29 @@ def take_word(
     k: cutlass.Constexpr[KernelShape], slots: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32
 ) -> Int64:
     """A whole warp reads task word `number` (from 0) and hands its slot back."""
-    slot = number % k.words
-    cute.arch.mbarrier_wait(full + slot, (number // k.words) & 1)
+    slot = ring_place(number, k.words)
+    cute.arch.mbarrier_wait(full + slot, ring_phase(number, k.words))
     word = cute.arch.load(slots + slot, Int64)
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(empty + slot)
     return word
+
+
+@cute.jit
+def try_word(
+    k: cutlass.Constexpr[KernelShape], slots: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, number: Int32
+) -> tuple[Boolean, Int64]:
+    """As `take_word`, if the word is there; else False, and nothing is taken."""
+    slot = ring_place(number, k.words)
+    there, word = cute.arch.mbarrier_test_wait(full + slot, ring_phase(number, k.words)), Int64(0)
+    there = cute.arch.vote_all_sync(there)
+    if there:
+        word = cute.arch.load(slots + slot, Int64)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + slot)
+    return there, word
 
 
 @cute.jit
@@ -115,10 +132,11 @@ def dispatch_words(
     before, after = token_tiles > 0, Boolean(False)
     number = Int32(0)
     mails = Int32(0)
+    ahead = ahead_of(k, row_tiles, processors)
     go = Boolean(True)
     while go:
-        slot = number % k.words
-        cute.arch.mbarrier_wait(empty + slot, ((number // k.words) & 1) ^ 1)
+        slot = ring_place(number, k.words)
+        cute.arch.mbarrier_wait(empty + slot, ring_phase(number, k.words) ^ 1)
         # the loader is near the end of the task before; for word 0 this passes at once
         cute.arch.mbarrier_wait(asked, (number & 1) ^ 1)
         word = Int64(STOP)
@@ -135,7 +153,13 @@ def dispatch_words(
                     word = Int64(NONE)
                     while Int32(task_kind(word)) == NONE:
                         mails += 1
-                        word = next_mail(k, a, side, processor, processors, mails)
+                        if cutlass.const_expr(k.deals_ahead):
+                            if mails == 1 and processor < ahead:
+                                word = first_word(k, processor, row_tiles)
+                            else:
+                                word = next_mail(k, a, side, processor, processors, mails)
+                        else:
+                            word = next_mail(k, a, side, processor, processors, mails)
                 if Int32(task_kind(word)) != STOP:
                     # looked up here, where there is time: the consumers' own loads would hold their products up
                     fields = read(a.tile_rows, Int32(task_row_tile(word))) & FIELDS
@@ -154,7 +178,7 @@ def dispatch_words(
             # listed, and the barrier below hands it on to the readers of the word. It waits for consumers only, who
             # list before their first task, so for no product.
             wait_list(a, side, processors)
-            tell_usable(a, shares)
+            open_side(a, side, shares)
         cute.arch.store(slots + slot, word)
         cute.arch.mbarrier_arrive(full + slot)
         number += 1

@@ -149,11 +149,42 @@ def mail_at(k, a, processors, processor):
     return (COUNTER_WORDS + 5 * dense_tiles(k, a) + a.token_tiles + processors + 8) // 2 + processor
 
 
+def first_products_of(k: KernelShape) -> int:
+    """First products of a block of row tiles."""
+    return k.task_rows(k.block_tiles) * k.columns0
+
+
 @cute.jit
-def make_ready(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, queue: cutlass.Constexpr, block: Int32):
-    """One thread: append a block of row tiles to a ready queue."""
+def ahead_of(k: cutlass.Constexpr[KernelShape], row_tiles: Int32, processors: Int32) -> Int32:
+    """First products that nobody deals, see `KernelShape.deals_ahead`: one for each processor, if there are so many."""
+    return min(processors, Int32(ceil_div(row_tiles, k.block_tiles) * first_products_of(k)))
+
+
+@cute.jit
+def first_word(k: cutlass.Constexpr[KernelShape], processor: Int32, row_tiles: Int32) -> Int64:
+    """First product number `processor`; NONE where its row tile is padding of a block."""
+    size = k.task_rows(k.block_tiles)
+    place = processor % first_products_of(k)
+    row_tile = k.first_tile(processor // first_products_of(k) * size + place % size)
+    kind = Int32(GEMM0)
+    if row_tile >= row_tiles:
+        kind = Int32(NONE)
+    return pack_task(Int64(kind), Int64(0), Int64(row_tile), Int64(place // size))
+
+
+@cute.jit
+def make_ready(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, queue: cutlass.Constexpr, block: Int32,
+    row_tiles: Int32, processors: Int32,
+):  # fmt: skip
+    """One thread: append a block of row tiles to a ready queue. Before those of first products are, in their order, the
+    blocks of which some are dealt ahead."""
     counters = side_counters(a, side)
-    place = fetch_add(counters, Counter.READY0 + queue)
+    place, ahead = block, Int32(0)
+    if cutlass.const_expr(queue == 0 and k.deals_ahead):
+        ahead = Int32(ceil_div(ahead_of(k, row_tiles, processors), first_products_of(k)))
+    if block >= ahead:
+        place = ahead + fetch_add(counters, Counter.READY0 + queue)
     write(counters, ready_at(k, a, queue, place), block + 1, sem="relaxed", scope="gpu")
 
 
@@ -171,7 +202,7 @@ def finish_hidden(
     members = min(row_tiles - block * size, Int32(size))
     done = fetch_add(counters, COUNTER_WORDS + 3 * dense_tiles(k, a) + block, numbers)
     if done == members * k.columns0 - numbers:
-        make_ready(k, a, side, 1, block)
+        make_ready(k, a, side, 1, block, row_tiles, Int32(0))
 
 
 @cute.jit
@@ -253,6 +284,11 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
     free = cute.make_rmem_tensor(lanes_of, Int32)
     sent.fill(0)
     head0, head1, stopped = Int32(0), Int32(0), Int32(0)
+    if cutlass.const_expr(k.deals_ahead):
+        # what a processor begins with, it acknowledges like a mail
+        head0 = ahead_of(k, row_tiles, processors)
+        for j in cutlass.range_constexpr(lanes_of):
+            sent[j] = Int32(lane + 32 * j < head0)
     start = cute.arch.globaltimer()
     go = Boolean(True)
     while go:
@@ -270,7 +306,8 @@ def schedule(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles:
         if block1 + lane < blocks:
             entry1 = read(counters, ready_at(k, a, 1, block1 + lane), sem="relaxed", scope="gpu")
         inside0 = head0 - block0 * per0
-        ready0 = prefix_of_ones(entry0 != 0) * per0 - inside0
+        # some of a block may have been dealt ahead, before it is ready
+        ready0 = max(prefix_of_ones(entry0 != 0) * per0 - inside0, 0)
         ready1 = seconds_before(block1 + prefix_of_ones(entry1 != 0), whole, per1) - head1
         rank = wanted
         for d in cutlass.range_constexpr(5):

@@ -88,9 +88,10 @@ def routes_per_thread(k: KernelShape) -> int:
 @cute.jit
 def list_routes(
     k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, tile: Int32, height: Int32, token_tiles: Int32,
-    routes: tuple, places: tuple, thread: Int32,
+    usable: Boolean, given_up: Boolean, routes: tuple, places: tuple, thread: Int32,
 ):  # fmt: skip
-    """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect.
+    """Enter the routes of one token tile into the send list, and the returned rows that its tokens will expect; nothing
+    where the plan isn't usable, or some role has given up.
 
     height, routes: see `load_routes`. places: becomes each route's place in the send list, -1 for none, and the row
     where it lands.
@@ -108,7 +109,9 @@ def list_routes(
                 row[j] = read(a.row_shift, expert[j])
     for j in cutlass.range_constexpr(routes_per_thread(k)):
         route = first + thread + j * CONSUMERS
-        fits = place[j] >= 0
+        fits = place[j] >= 0 and usable and not given_up
+        if not fits:
+            place[j] = -1
         if cutlass.const_expr(k.drops):
             if fits:
                 fits = keep_within(k, a, route, expert[j], place[j])
@@ -129,7 +132,7 @@ def list_routes(
                 # beside the place how the pieces of its lines lie
                 write(a.where, route, place[j] | ((row[j] % 8) << HOME_BITS))
     token = tile * height + thread
-    if thread < height and token < a.tokens:
+    if thread < height and token < a.tokens and usable and not given_up:
         valid = token_rows[0]
         if cutlass.const_expr(k.drops):
             for j in cutlass.range_constexpr(k.top_k):

@@ -224,10 +224,11 @@ class KernelShape:
 
     @property
     def words(self) -> int:
-        """task words that a block has room for; the biases of float32 layers take the place of two of them. A storer
-        that waits for puts takes longer than a short task: it may be further behind where no biases are kept."""
+        """task words that a block has room for; biases take the place of one of them, those of float32 layers of three.
+        A storer that waits for puts takes longer than a short task: it may be further behind where no biases are
+        kept."""
         if self.expert_bias:
-            return 1 if self.element_size == 4 else WORDS
+            return 1 if self.element_size == 4 else WORDS - 1
         return 2 * WORDS if self.put else WORDS
 
     @property
@@ -260,11 +261,19 @@ class KernelShape:
         """pipeline stages of one token tile of the gate: parts of the router * H / line"""
         return self.depth0 * self.router_parts
 
+    def gate_steps(self, low: bool) -> int:
+        """steps of 128 bytes in a pipeline stage of a low or a high token tile of the gate: two where the stage has
+        room for as many, rows and router, so that twice as many bytes are under way; else one, as elsewhere"""
+        rows, room = TILE_ROWS // 2 if low else TILE_ROWS, TILE_ROWS + TILE_COLUMNS
+        fit = self.element_size == 2 and 2 * (rows + self.gate_columns) <= room
+        return 2 if fit and self.gate_depth % 2 == 0 else 1
+
     @property
-    def gate_steps(self) -> int:
-        """steps of 128 bytes in a pipeline stage of a low token tile of the gate: two where the stage has room for as
-        many of the router, so that twice as many are under way; else one, as elsewhere"""
-        return 2 if self.element_size == 2 and self.gate_columns <= HALF_COLUMNS and self.gate_depth % 2 == 0 else 1
+    def router_at(self) -> int:
+        """where in the weights' stages, in rows of them all, those of the gate's router begin: behind the half that
+        token tiles take, too, if the router is narrow enough for the other one"""
+        wide = self.element_size == 2 and self.gate_columns <= HALF_COLUMNS // 2
+        return STAGES * HALF_COLUMNS if wide else 0
 
     @property
     def router_parts(self) -> int:
@@ -394,6 +403,12 @@ class KernelShape:
         direct stores and the wire format "routes"."""
         possible = self.paired and self.element_size == 2 and not (self.put or self.by_token)
         return possible and self.scheduler != "tickets" and self.depth1 >= DEEP
+
+    @property
+    def deals_ahead(self) -> bool:
+        """Whether processor number p begins with task number p, which nobody has to deal. On one rank, where rows come
+        in the order of the tasks; not where processors come at different times, from the shared expert's tasks."""
+        return self.scheduler != "tickets" and self.ranks == 1 and self.shared_intermediate == 0
 
     @property
     def few_send(self) -> bool:

@@ -40,15 +40,15 @@ def spare(
         pushes = Boolean(True)
         if cutlass.const_expr(k.scheduler == "spare_warps"):
             row_tiles = read(a.plan, PlanWord.ROW_TILES)
+            workers = processors
+            if cutlass.const_expr(k.paired):
+                workers = processors // 2
             if block == 0:
                 pushes = Boolean(False)
-                workers = processors
-                if cutlass.const_expr(k.paired):
-                    workers = processors // 2
                 schedule(k, a, side, row_tiles, workers, lane)
             elif block < 4:
                 pushes = Boolean(False)
-                subscribe(k, a, side, row_tiles, (block - 1) * 32 + lane)
+                subscribe(k, a, side, row_tiles, workers, (block - 1) * 32 + lane)
         if pushes:
             wait_list(a, side, processors)
             if cutlass.const_expr(k.trace):

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from moe_fast.kernel.constants import SHARED_SLOT, TILE_ROWS, PlanWord
 from moe_fast.kernel.processor import count_returned, fields_of, member_of, release_hidden, take_word, unpack
+from moe_fast.kernel.ring import ring_phase, ring_place
 from moe_fast.kernel.shapes import KernelShape
 from moe_fast.kernel.signals import Args, add, note, read, shared_done, side_counters
 from moe_fast.kernel.tile_pairs import field_rows, field_void, field_wide
@@ -58,7 +59,7 @@ def store(
                 if kind == GEMM0:
                     cute.arch.mbarrier_wait(full, parity & 1)
                 else:
-                    cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
+                    cute.arch.mbarrier_wait(sent + ring_place(returns, k.sent), ring_phase(returns, k.sent))
                 start = Int64(cute.arch.globaltimer())
             if kind == GEMM0:
                 for c in cutlass.range_constexpr(chunks):
@@ -102,7 +103,7 @@ def store(
                         add(side_counters(a, side), shared_done(a, row_tile), 1, "gpu", "release")
                 parity += chunks // 2
             else:
-                cute.arch.mbarrier_wait(sent + returns % k.sent, (returns // k.sent) & 1)
+                cute.arch.mbarrier_wait(sent + ring_place(returns, k.sent), ring_phase(returns, k.sent))
                 if cutlass.const_expr(k.put):
                     count_put(k, a, side, row_tile, column, rows, routed, lane)
                 else:

@@ -54,7 +54,9 @@ def all_there(
 
 
 @cute.jit
-def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32, first: Int32):
+def subscribe(
+    k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles: Int32, processors: Int32, first: Int32
+):
     """One lane: watch blocks first, first + 96, ... in turn until all of them are ready."""
     size = k.block_tiles
     blocks = ceil_div(row_tiles, size)
@@ -72,7 +74,7 @@ def subscribe(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, row_tiles
                 if ((done >> j) & 1) == 0:
                     block = base + j * LANES
                     if all_there(k, a, counters, targets, block * size, row_tiles):
-                        make_ready(k, a, side, 0, block)
+                        make_ready(k, a, side, 0, block, row_tiles, processors)
                         done = done | (1 << j)
                         left -= 1
             if left > 0:

@@ -345,6 +345,8 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, sends: 
             if not told and not busy:
                 told = wait_listed(k, a, Role.DISPATCH, lane)
                 own = told
+        # the heap, but not plainly: addresses that the compiler works out ahead don't fit into the registers
+        heap = a.heap + (Int64(row) >> 40)
         if told and own and not pending:
             own_units = read(a.plan, held_tiles(k)) * (TILE_ROWS // TOKEN_UNIT)
             unit = next_unit(a, side, Counter.FOLLOW, lane)
@@ -353,17 +355,17 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, sends: 
                 row = unit * TOKEN_UNIT + lane
                 lead = row
                 if row % TILE_ROWS < rows_of_tile(k, a, row // TILE_ROWS):
-                    lead = read(a.heap + leader_at(k, a), row)
+                    lead = read(heap + leader_at(k, a), row)
                 pending = cute.arch.vote_any_sync(lead != row)
         if pending:
             here, ok = Boolean(True), Boolean(True)
             if lead != row:
                 if busy:
-                    seen = read(a.heap + landed_at(a), lead, sem="acquire", scope="sys")
+                    seen = read(heap + landed_at(a), lead, sem="acquire", scope="sys")
                     here = reached(seen, this_call(a))
                 else:
                     ok = wait_reached(
-                        a.heap + landed_at(a), lead, this_call(a), a, Role.DISPATCH, Wait.LEADER, lead, "sys"
+                        heap + landed_at(a), lead, this_call(a), a, Role.DISPATCH, Wait.LEADER, lead, "sys"
                     )
             ok = cute.arch.vote_all_sync(ok)
             if not ok:
@@ -377,5 +379,5 @@ def push_tokens(k: cutlass.Constexpr[KernelShape], a: Args, side: Int32, sends: 
                 cute.arch.sync_warp()
                 copied = cute.arch.popc(cute.arch.vote_ballot_sync(lead != row))
                 if lane == 0:
-                    add(a.heap + a.arrived_at, arrived_word(k, a, side, row // TILE_ROWS), copied, "sys")
+                    add(heap + a.arrived_at, arrived_word(k, a, side, row // TILE_ROWS), copied, "sys")
                 pending = Boolean(False)

@@ -31,6 +31,7 @@ from moe_fast.kernel.constants import (
     STAGES,
     TILE_COLUMNS,
     TILE_ROWS,
+    WORDS,
 )
 from moe_ref.runtime.encoding import (
     GEMM0,
@@ -260,8 +261,8 @@ class Block:
         self.kernel.load(
             self.k, a, "x", "x", "x", "x", "router", "router", "rows128", "rows", "hidden128", "hidden", "weights",
             "first", "weights", "second", "rows64", "rows", "hidden64", "hidden", few, (), (), following, smem["few"],
-            smem["rows"], smem["rows"], smem["rows"], smem["weights"], smem["router"], None, FULL, EMPTY, 0, 0, 0,
-            ASKED, FREE, (FULL, EMPTY), (ADDRESSES, ROW_STAGES, RING), SIDE, self.member, 1, TILE_ROWS, 0, 0,
+            *[smem["rows"]] * 4, smem["weights"], smem["router"], None, FULL, EMPTY, 0, 0, 0, ASKED, FREE,
+            (FULL, EMPTY), (ADDRESSES, ROW_STAGES, RING), SIDE, self.member, 1, TILE_ROWS, 0, 0,
         )  # fmt: skip
 
     def find_sources(
@@ -433,8 +434,10 @@ class Block:
             "memory": 0, "hidden": (types.SimpleNamespace(toint=lambda: HIDDEN),), "sBias": 0, "full": FULL,
             "empty": EMPTY, "chunk_full": CHUNK_FULL, "chunk_empty": CHUNK_EMPTY, "few_free": FREE, "sent": SENT,
             "mapped": False, "take_word": self.take, "store_chunks": self.from_zeros(self.kernel.store_chunks),
+            "try_word": self.try_word, "unpack": self.begin,
         }  # fmt: skip
-        return kernel_loop("consumer", "consume", "count", "number", "parity", "returns", "go", **names)
+        changing = ("count", "number", "parity", "returns", "known", "following", "go")
+        return kernel_loop("consumer", "consume", *changing, **names)
 
     @staticmethod
     def from_zeros(store_chunks: Callable) -> Callable:
@@ -447,8 +450,8 @@ class Block:
 
     def consume(self, group: int, warp: int) -> None:
         self.own.who = self.member, group, warp
-        self.own.groups = []
-        self.loops[group, warp](0, 0, 0, 0, True)
+        self.own.groups, self.own.task, self.own.taken = [], -1, -1
+        self.loops[group, warp](0, 0, 0, 0, False, 0, True)
 
     def take_word(self, k: Any, slots: int, full: int, empty: int, number: int) -> int:
         """Of the loader and the storer."""
@@ -456,10 +459,23 @@ class Block:
         return self.words[number]
 
     def take(self, k: Any, slots: int, full: int, empty: int, number: int) -> int:
+        self.own.taken += 1
+        assert number == self.own.taken, "each word is taken once, in order"
+        return self.words[number]
+
+    def try_word(self, k: Any, slots: int, full: int, empty: int, number: int) -> tuple[bool, int]:
+        """Of one warp earlier, of another later than the end of its task."""
+        with self.pipeline.lock:
+            there = self.pipeline.random.random() < 0.5
+        return (True, self.take(k, slots, full, empty, number)) if there else (False, 0)
+
+    def begin(self, word: int) -> tuple[int, int, int]:
+        """A consumer warp turns to its next task."""
         own = self.own
         assert not own.groups, "a product is still in flight"
-        own.task, own.steps, own.reads, own.lines = number, 0, [], 0
-        return self.words[number]
+        own.task, own.steps, own.reads, own.lines = own.task + 1, 0, [], 0
+        assert word == self.words[own.task], "a task that isn't next"
+        return self.kernel.unpack(word)
 
     def put(self, buffer: int, value: tuple) -> None:
         _, group, warp = self.own.who
@@ -591,7 +607,7 @@ class Pipeline:
             expert_bias=False, shared_intermediate=0, by_token=False, put=False, put_from_shared=False, trace=False,
             activation="none", line=64, element_size=2, gate_columns=8, signal_words=1, columns0=columns[0],
             columns1=columns[1], depth0=depth0, depth1=depth1, chunks0=chunks, intermediate=depth1 * 64,
-            sent=64, biases=1, words=3,
+            sent=64, biases=1, words=WORDS,
         )  # fmt: skip
         self.rows = {part.tile: part.rows for task in tasks for part in task.parts}
         self.carried = {part.few_tile for task in tasks for part in task.parts if part.few}

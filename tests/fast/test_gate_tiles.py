@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kernel_source import kernel_function, run_together
 
-from moe_fast.kernel.constants import LINE_BYTES, STAGES, TILE_ROWS
+from moe_fast.kernel.constants import LINE_BYTES, STAGES, TILE_COLUMNS, TILE_ROWS
 from moe_fast.kernel.regions import gate_tiles, most_gate_tiles, workspace_regions
 from moe_fast.kernel.shapes import KernelShape
 from moe_ref.config import MoEConfig
@@ -254,13 +254,24 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k, gathers):
     load, enter = (kernel_function("send_list", name, **names) for name in ("load_routes", "list_routes"))
     most = send_list.routes_per_thread(k)  # pyright: ignore[reportArgumentType]
     places = [[(Values([-1] * most), Values([0] * most)) for _ in range(256)] for _ in range(PROCESSORS)]
-    for block in range(PROCESSORS):
-        for thread in range(256):
-            routes = tuple(Values([0] * n) for n in (most, most, 2))
-            load(k, a, SIDE, block, height, routes, thread)
-            for tile in range(block, tiles, PROCESSORS):
-                enter(k, a, SIDE, tile, height, tiles, routes, places[block][thread], thread)
-                load(k, a, SIDE, tile + PROCESSORS, height, routes, thread)
+
+    def list_all(usable: bool, given_up: bool) -> None:
+        for block in range(PROCESSORS):
+            for thread in range(256):
+                routes = tuple(Values([0] * n) for n in (most, most, 2))
+                load(k, a, SIDE, block, height, routes, thread)
+                for tile in range(block, tiles, PROCESSORS):
+                    enter(k, a, SIDE, tile, height, tiles, usable, given_up, routes, places[block][thread], thread)
+                    load(k, a, SIDE, tile + PROCESSORS, height, routes, thread)
+
+    # without a plan, or when a role has given up, nobody waits for anything, and nothing is pushed
+    before = a.entries("back_target")
+    for usable, given_up in ((False, False), (True, True)):
+        list_all(usable, given_up)
+        assert a.entries("send") == {}
+        assert a.entries("back_target") == before
+        assert all(place == -1 for block in places for mine, _ in block for place in mine)
+    list_all(True, False)
     entries = a.entries("send")
     assert sorted(entries) == list(range(len(one.order)))
     for place, (expert, route) in enumerate(one.order):
@@ -302,7 +313,10 @@ def test_every_route_gets_its_place_in_the_send_list(tokens, top_k, gathers):
             arrived_word=lambda k, a, side, tile: tile, add=lambda *order: landed.append(order[1]),
             cute=types.SimpleNamespace(arch=one_block.arch(), size=len),
         )  # fmt: skip
-        one_block.run(lambda t, tile=tile, push=push: push(k, here, SIDE, tile, height, places[tile][t], t))
+        own = kernel_function("dispatch", "first_places", read=a.read)(k, here)
+        one_block.run(
+            lambda t, tile=tile, push=push, own=own: push(k, here, SIDE, tile, height, own, places[tile][t], t)
+        )
     want = one.order[:first]
     rows = [place + 10_000 * expert for place, (expert, _) in enumerate(want)]
     pairs = [
@@ -377,7 +391,7 @@ def test_peers_are_told_of_every_token_once(tokens, top_k):
         assert waits[SIDE * MAX_TOKENS + token] == expected
 
 
-@pytest.mark.parametrize(("rows", "steps"), [(128, 1), (64, 1), (64, 2)])
+@pytest.mark.parametrize(("rows", "steps"), [(128, 1), (128, 2), (64, 1), (64, 2)])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_stage_of_the_gate_gets_what_its_barrier_expects(rows, steps, parts):
     """Bytes of its boxes; steps in the places that the stage has for its first rows, and one after the other."""
@@ -412,12 +426,18 @@ def test_a_stage_of_the_gate_gets_what_its_barrier_expects(rows, steps, parts):
         stage = (3 + i) % STAGES
         for step in range(steps):
             at = i * steps + step
-            want.append((100 + stage, ("rows", at % 6), ("place of rows", stage * TILE_ROWS // rows + step)))
+            place = stage * TILE_ROWS // rows + step
+            if rows == TILE_ROWS and step > 0:
+                # behind the places that all stages have for rows
+                place = STAGES + stage
+            want.append((100 + stage, ("rows", at % 6), ("place of rows", place)))
             want.append((100 + stage, ("router", at), ("place of router", stage * steps + step)))
     assert copied == want
 
 
-@pytest.mark.parametrize(("rows", "steps", "group"), [(128, 1, 0), (128, 1, 1), (64, 1, 0), (64, 2, 0)])
+@pytest.mark.parametrize(
+    ("rows", "steps", "group"), [(128, 1, 0), (128, 1, 1), (128, 2, 0), (128, 2, 1), (64, 1, 0), (64, 2, 0)]
+)
 def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
     """From the places of its rows and of the router, in the order of the steps; and hands a stage back once, when the
     product of its last step has ended."""
@@ -462,7 +482,8 @@ def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
     a, b = Place("a"), Place("b")
     # of a low tile the first warpgroup hands the stages back for both
     alone = rows == 64
-    assert product(None, 128, None, a, b, 100, 200, count, depth, steps - 1, group, alone) == end
+    high = int(rows == TILE_ROWS)
+    assert product(None, 128, None, a, b, 100, 200, count, depth, steps - 1, high, group, alone) == end
     assert end == count + depth // steps
     step, ended, released, seen, each = -1, 0, [], 0, 1 + alone
     for what, *more in log:
@@ -489,14 +510,40 @@ def test_the_product_reads_each_step_where_it_was_loaded(rows, steps, group):
 
 
 def test_stages_take_two_steps_where_both_operands_have_room():
-    """The router of at most 128 columns, and an even number of steps; not the products of float32."""
+    """The router of at most 128 columns of a low token tile, of at most 64 of a high one, and an even number of steps;
+    not the products of float32."""
     plain = MoEConfig(2048, 768, 128, 8, dtype="bfloat16")
-    assert KernelShape.from_config(plain, 1).gate_steps == 2
-    assert KernelShape.from_config(plain.replace(experts=8, top_k=2), 1, fp32_router=True).gate_steps == 2
+    for experts, fp32_router, steps in (
+        (128, False, (2, 1)),
+        (64, False, (2, 2)),
+        (65, False, (2, 1)),
+        (8, True, (2, 2)),
+    ):
+        shape = KernelShape.from_config(plain.replace(experts=experts), 1, fp32_router=fp32_router)
+        assert (shape.gate_steps(True), shape.gate_steps(False)) == steps, shape.name
     for other in (
         KernelShape.from_config(plain.replace(experts=129), 1),
         KernelShape.from_config(plain.replace(hidden=2880), 1),
         KernelShape.from_config(plain.replace(hidden=64 * 33), 1, fp32_router=True),
         KernelShape.from_config(plain.replace(dtype="float32"), 1),
     ):
-        assert other.gate_steps == 1, other.name
+        assert (other.gate_steps(True), other.gate_steps(False)) == (1, 1), other.name
+
+
+@pytest.mark.parametrize("experts", [8, 40, 64, 65, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_and_router_of_the_gate_share_no_memory(experts, dtype):
+    """Of all stages and steps: rows go from the stages' rows on into those of the weights, where the router lies."""
+    k = KernelShape.from_config(MoEConfig(2048, 768, experts, 2, dtype=dtype), 1)
+    for low in (True, False):
+        height, steps = TILE_ROWS // 2 if low else TILE_ROWS, k.gate_steps(low)
+        per, used = TILE_ROWS // height, []
+        for stage in range(STAGES):
+            for i in range(steps):
+                place = stage * per + i // per * (STAGES * per) + i % per
+                used.append(range(place * height, (place + 1) * height))
+                at = STAGES * TILE_ROWS + k.router_at + (stage * steps + i) * k.gate_columns
+                used.append(range(at, at + k.gate_columns))
+        rows = [row for part in used for row in part]
+        assert len(rows) == len(set(rows))
+        assert max(rows) < STAGES * (TILE_ROWS + TILE_COLUMNS)

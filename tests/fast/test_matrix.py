@@ -18,7 +18,7 @@ from harness import ROUTINGS
 from kernel_source import parsed
 
 from moe_fast.kernel import constants, regions
-from moe_fast.kernel.combine import SHARE_WORDS
+from moe_fast.kernel.final_combine import SHARE_WORDS
 from moe_fast.kernel.gather import SOURCES
 from moe_fast.kernel.shapes import KernelShape
 

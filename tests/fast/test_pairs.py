@@ -97,7 +97,7 @@ def test_a_block_without_a_plan_loads_the_same_weights_and_has_no_rows(same, mem
         "pairs", "pass_words_on", cute=types.SimpleNamespace(arch=arch), wait_plan=lambda a, side, role: False,
         Role=types.SimpleNamespace(DISPATCHER=0), MemScopeKind=types.SimpleNamespace(CLUSTER=0), WORD=0, FULL=1, FREE=2,
         STOP=STOP, task_kind=task_kind, wait_list=lambda a, side, blocks: None, VOID=VOID, FIELDS_SHIFT=FIELDS_SHIFT,
-        SAME_BIT=SAME_BIT, tell_usable=lambda a, shares: told.append((len(taken), shares)),
+        SAME_BIT=SAME_BIT, open_side=lambda a, side, shares: told.append((len(taken), shares)),
     )  # fmt: skip
     run(types.SimpleNamespace(words=WORDS), None, 0, 0, 0, 0, 96, 0, 2)
     assert told == [(1, 96)], "the consumers look at it after the last word"

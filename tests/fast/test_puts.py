@@ -507,7 +507,7 @@ def test_every_route_finds_its_place_again():
     a.back_target = a.back_at
     for thread in range(256):
         routes = [[expert[thread] if thread < count else -1], [a.index[thread] if thread < count else 0], [1, 2]]
-        warp.names["list_routes"](k, a, 1, 0, 64, 1, routes, ([-1], [0]), thread)
+        warp.names["list_routes"](k, a, 1, 0, 64, 1, True, False, routes, ([-1], [0]), thread)
     kept = expert >= 0
     assert (a.where[~kept] == noise).all()
     assert (a.send[kept.sum() :] == noise).all()
@@ -539,7 +539,7 @@ def test_a_packet_tells_its_route_and_its_place(layout, own):
             place[:count, 0], row[:count, 0] = begin + np.arange(count), rows
             push = warp.names["push_own"]
             warp.names["push"] = lambda k, a, side, tile, lane, push=push, place=place, row=row: push(
-                k, a, side, tile, 64, (place[lane], row[lane]), lane
+                k, a, side, tile, 64, (begin, begin + count), (place[lane], row[lane]), lane
             )
             warp.run("push", k, a, side, 0)
             routes = np.arange(count)

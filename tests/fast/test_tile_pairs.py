@@ -397,8 +397,8 @@ def test_subscribers_make_a_block_ready_when_its_rows_have_come(by_token, seed):
     vars(a).update(heap=0, arrived_at=a.arrived, deadline=10)
     ready: list[int] = []
 
-    def make_ready(k: Any, a: Any, side: int, queue: int, block: int) -> None:
-        assert (queue, block % 2) == (0, lane)
+    def make_ready(k: Any, a: Any, side: int, queue: int, block: int, row_tiles: int, processors: int) -> None:
+        assert (queue, block % 2, row_tiles, processors) == (0, lane, dealt, 66)
         assert not needed[block] & set(late), "tasks of a block without its rows"
         ready.append(block)
 
@@ -419,7 +419,7 @@ def test_subscribers_make_a_block_ready_when_its_rows_have_come(by_token, seed):
         early=not by_token, paired=True, carries=True, block_tiles=2, signal_words=1, by_token=by_token
     )
     for lane in range(2):
-        kernel_function("subscriber", "subscribe", **names)(k, a, 0, dealt, lane)
+        kernel_function("subscriber", "subscribe", **names)(k, a, 0, dealt, 66, lane)
     assert sorted(ready) == list(range(dealt // 2))
 
 
@@ -568,7 +568,7 @@ def test_second_products_are_ready_with_the_last_hidden_tile(rows, columns, size
     finish = kernel_function(
         "scheduler", "finish_hidden", side_counters=lambda a, side: 0, dealt_number=tile_pairs.dealt_number,
         dealt_at=lambda k, a: a.dealt, read=a.read, COUNTER_WORDS=0, dense_tiles=lambda k, a: 0, fetch_add=fetch_add,
-        make_ready=lambda k, a, side, queue, block: ready.append(block),
+        make_ready=lambda k, a, side, queue, block, row_tiles, processors: ready.append(block),
     )  # fmt: skip
     k = types.SimpleNamespace(paired=True, block_tiles=size, columns0=columns)
     tasks = [(tile, fields) for _, tile, fields, pieces, _ in tasks_of(parts, columns) if pieces]
