@@ -229,7 +229,7 @@ def test_spare_warps_push_every_unit_once(warps, seed):
     for name in ("next_far", "push_near", "near_follows"):
         names[name] = kernel_function("dispatch", name, **names)
     push = kernel_function("dispatch", "push_rest", **names)
-    k = types.SimpleNamespace(ranks=ranks, far_unit=32, near_unit=8)
+    k = types.SimpleNamespace(ranks=ranks, far_unit=32, near_unit=8, by_token=False)
     a = types.SimpleNamespace(rank=ranks - 1, plan=0)
     for _ in range(warps):
         push(k, a, 0, 0)
