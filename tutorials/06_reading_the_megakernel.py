@@ -463,6 +463,7 @@ print("all checks passed")
 #     [`epilogue`][moe_fast.kernel.epilogue], [`tile_pairs`][moe_fast.kernel.tile_pairs],
 #     [`loader`][moe_fast.kernel.loader], [`consumer`][moe_fast.kernel.consumer], [`storer`][moe_fast.kernel.storer],
 #     [`spare`][moe_fast.kernel.spare], [`combine`][moe_fast.kernel.combine],
+#     [`final_combine`][moe_fast.kernel.final_combine], [`staged`][moe_fast.kernel.staged], [`ring`][moe_fast.kernel.ring],
 #     [`pairs`][moe_fast.kernel.pairs], [`megakernel`][moe_fast.kernel.megakernel].
 #
 #     What a layer may do without: [`replicas`][moe_fast.kernel.replicas] and [`solver`][moe_fast.kernel.solver] (rows of an
